@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -141,3 +143,18 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     return value
+
+
+def sha256(path: str | Path) -> str:
+    """SHA-256 of a file's bytes, as hexadecimal digits."""
+    with Path(path).open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def replace_folder(new: Path, target: Path) -> None:
+    """Put the finished folder `new` in the place of `target`, so that one of the two always stands there whole."""
+    old = target.with_name(f"{target.name}.{os.getpid()}.old")
+    if target.exists():
+        os.replace(target, old)
+    os.replace(new, target)
+    shutil.rmtree(old, ignore_errors=True)

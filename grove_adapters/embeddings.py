@@ -289,6 +289,14 @@ class Pairs:
         """(N, T) sparse boolean matrix of every true match: links and positives together."""
         return match_matrix(len(self.images), len(self.texts), self.links, self.positives)
 
+    def read(
+        self, rows: Sequence[int] | np.ndarray, device: str | torch.device = "cpu"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The image and text embeddings of the given links: two (B, D) float32 tensors on `device`."""
+        links = self.links[np.asarray(rows, dtype=np.int64)]
+        image, text = self.images.values[links[:, 0]], self.texts.values[links[:, 1]]
+        return as_float32(image, device), as_float32(text, device)
+
     def take_images(self, rows: Sequence[int] | np.ndarray) -> Pairs:
         """The pairs of the given image rows, with their texts; the texts keep their order."""
         rows = np.asarray(rows, dtype=np.int64)
