@@ -1,0 +1,262 @@
+"""What `calibrate` returns: every number a table, a plot or a page needs, and where it came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grove_adapters import _io
+from grove_adapters.errors import InputError, UnreadableError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number with its bootstrap interval; NaN wherever something is undefined.
+
+    Attributes:
+        value: The score of the queries as they are.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        p_value: Share of permutations (uncertainty against correctness) that do at least as well, one-sided; NaN for
+            scores that have no such null.
+    """
+
+    value: float
+    low: float = math.nan
+    high: float = math.nan
+    p_value: float = math.nan
+
+    def __str__(self) -> str:
+        if math.isnan(self.value):
+            return "undefined"
+        interval = "" if math.isnan(self.low) else f" [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.value:.3f}{interval}"
+
+
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """The queries in levels of rising uncertainty: n parallel arrays. A level without queries has NaN but for `count`.
+
+    Attributes:
+        count: Number of queries.
+        uncertainty: Mean uncertainty.
+        uncertainty_low: Smallest uncertainty.
+        uncertainty_high: Largest uncertainty.
+        recall: Mean correctness.
+        recall_low: Lower Clopper–Pearson bound of `recall`.
+        recall_high: Upper Clopper–Pearson bound of `recall`.
+    """
+
+    count: np.ndarray
+    uncertainty: np.ndarray
+    uncertainty_low: np.ndarray
+    uncertainty_high: np.ndarray
+    recall: np.ndarray
+    recall_low: np.ndarray
+    recall_high: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.count)
+
+
+@dataclass(frozen=True, eq=False)
+class Reliability:
+    """The queries in bins of equal width over confidence: parallel arrays. An empty bin has NaN but for its edges.
+
+    Attributes:
+        low: Lower edge, included.
+        high: Upper edge, excluded but for the last bin.
+        count: Number of queries.
+        confidence: Mean confidence.
+        accuracy: Mean correctness.
+        accuracy_low: Lower Clopper–Pearson bound of `accuracy`.
+        accuracy_high: Upper Clopper–Pearson bound of `accuracy`.
+    """
+
+    low: np.ndarray
+    high: np.ndarray
+    count: np.ndarray
+    confidence: np.ndarray
+    accuracy: np.ndarray
+    accuracy_low: np.ndarray
+    accuracy_high: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.count)
+
+
+@dataclass(frozen=True, eq=False)
+class RiskCoverage:
+    """Error among the most certain queries, by the share of them that is answered: parallel arrays.
+
+    Attributes:
+        coverage: Share of the queries answered, rising to 1.
+        risk: Mean error (1 − correctness) of those; queries of equal uncertainty enter together, in proportion.
+        risk_low: Lower bootstrap bound of `risk`.
+        risk_high: Upper bootstrap bound of `risk`.
+        optimal: The risk if uncertainty ranked every wrong answer last.
+    """
+
+    coverage: np.ndarray
+    risk: np.ndarray
+    risk_low: np.ndarray
+    risk_high: np.ndarray
+    optimal: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.coverage)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CalibrationReport:
+    """How far the uncertainty of a result can be trusted. Made by `calibrate`; plots draw it and compute nothing.
+
+    Attributes:
+        task: Task of the result, e.g. ``"retrieval"``.
+        direction: ``"i2t"``, ``"t2i"`` or ``""``.
+        protocol: Name of the rule that made the levels, e.g. ``"equal_count"``.
+        n_queries: Q.
+        n_groups: Number of independent groups that were resampled; Q where queries stand alone.
+        scores: By name, see `calibration.scores.SCORES`: ``recall``, ``spearman`` (S), ``r2``, ``neg_s_r2`` (−S·R²),
+            ``auroc``, ``aurc``, ``excess_aurc``, ``ece``.
+        recall_at: k → recall@k.
+        levels: The levels behind S, R² and −S·R².
+        reliability: The bins behind the ECE, or None where the result has no confidence.
+        risk_coverage: The curve behind the AURC, at no more than 100 coverages.
+        interval: Nominal coverage of every interval, e.g. 0.95.
+        resamples: Number of bootstrap resamples, and of permutations behind p-values.
+        seed: Address of the resampling.
+        queries: Digest of the query ids; equal for two reports on the same queries.
+        provenance: The result's provenance, and the package versions.
+    """
+
+    task: str
+    direction: str
+    protocol: str
+    n_queries: int
+    n_groups: int
+    scores: Mapping[str, Score]
+    recall_at: Mapping[int, Score]
+    levels: Levels
+    reliability: Reliability | None
+    risk_coverage: RiskCoverage
+    interval: float
+    resamples: int
+    seed: int
+    queries: str
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def adapter(self) -> str:
+        """Name of the adapter that made the queries' posterior; ``""`` where unknown."""
+        return str(self.provenance.get("query_maker", {}).get("adapter", ""))
+
+    def row(self) -> dict[str, Any]:
+        """The report as one flat row of a table: each score as ``name``, ``name_low``, ``name_high`` (and ``name_p``)."""
+        row: dict[str, Any] = {
+            "adapter": self.adapter,
+            "task": self.task,
+            "direction": self.direction,
+            "protocol": self.protocol,
+            "levels": len(self.levels),
+            "queries": self.n_queries,
+            "queries_per_level": int(self.levels.count.min()),
+        }
+        scores = {f"recall@{k}": score for k, score in self.recall_at.items()} | dict(self.scores)
+        for name, score in scores.items():
+            row |= {name: score.value, f"{name}_low": score.low, f"{name}_high": score.high}
+            if not math.isnan(score.p_value):
+                row[f"{name}_p"] = score.p_value
+        return row
+
+    def compare(self, other: CalibrationReport) -> dict[str, float]:
+        """Score by score, this report's value minus the other's; NaN where either is undefined.
+
+        Raises:
+            InputError: The reports are about different queries, or levels made in another way.
+        """
+        for name, mine, theirs in (
+            ("queries", self.queries, other.queries),
+            ("direction", self.direction, other.direction),
+            ("protocol", self.protocol, other.protocol),
+            ("number of levels", len(self.levels), len(other.levels)),
+        ):
+            if mine != theirs:
+                raise InputError(
+                    f"compare expected two reports with the same {name}, got {mine!r} and {theirs!r}; "
+                    "calibrate both results on the same queries with the same settings"
+                )
+        return {
+            name: score.value - other.scores[name].value for name, score in self.scores.items() if name in other.scores
+        }
+
+    def to_json(self) -> str:
+        """The report as JSON text; NaN is written as null and read back as NaN."""
+        content = {"schema": SCHEMA, **dataclasses.asdict(self)}
+        return json.dumps(_io.jsonable(content), indent=2, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> CalibrationReport:
+        """Rebuild what `to_json` wrote.
+
+        Raises:
+            UnreadableError: The text is no calibration report of this schema.
+        """
+        try:
+            content = json.loads(text)
+            if content.pop("schema") != SCHEMA:
+                raise ValueError("another schema")
+            content["scores"] = {name: _score(score) for name, score in content["scores"].items()}
+            content["recall_at"] = {int(k): _score(score) for k, score in content["recall_at"].items()}
+            content["levels"] = Levels(**_columns(content["levels"]))
+            if content["reliability"] is not None:
+                content["reliability"] = Reliability(**_columns(content["reliability"]))
+            content["risk_coverage"] = RiskCoverage(**_columns(content["risk_coverage"]))
+            return cls(**content)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UnreadableError(
+                f"expected a calibration report of schema {SCHEMA} as JSON, got something else ({error!r}); "
+                "write it with CalibrationReport.save"
+            ) from error
+
+    def save(self, path: str | Path) -> Path:
+        """Write `to_json` to a file, whole or not at all.
+
+        Raises:
+            StoreError: The file cannot be written.
+        """
+        _io.write_text(path, self.to_json() + "\n")
+        return Path(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> CalibrationReport:
+        """Read what `save` wrote.
+
+        Raises:
+            UnreadableError: The file is missing or no calibration report.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UnreadableError(
+                f"expected a calibration report at {path}, got {error}; check the path or run calibrate again"
+            ) from error
+        return cls.from_json(text)
+
+
+def _score(content: Mapping[str, float | None]) -> Score:
+    return Score(**{name: math.nan if value is None else value for name, value in content.items()})
+
+
+def _columns(content: Mapping[str, list[float | None]]) -> dict[str, np.ndarray]:
+    columns = {name: np.array(values, dtype=np.float64) for name, values in content.items()}
+    return columns | ({"count": columns["count"].astype(np.int64)} if "count" in columns else {})
