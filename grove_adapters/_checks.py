@@ -26,7 +26,7 @@ def as_ids(ids: Any, n: int, *, what: str, unique: bool = True) -> np.ndarray:
         distinct, counts = np.unique(array, return_counts=True)
         if len(distinct) != n:
             raise InputError(
-                f"{what}: expected unique ids, got {distinct[counts.argmax()]!r} {counts.max()} times; rows are joined "
+                f"{what}: expected unique ids, got {str(distinct[counts.argmax()])!r} {counts.max()} times; rows are joined "
                 "by id, so give each its own"
             )
     return array
@@ -53,7 +53,7 @@ def finite(values: Any, *, what: str, ids: Sequence[str] | np.ndarray | None = N
         bad = ~np.isfinite(block.reshape(len(block), -1)).all(1)
         if bad.any():
             row = start + int(bad.argmax())
-            name = "" if ids is None else f" (id {ids[row]!r})"
+            name = "" if ids is None else f" (id {str(ids[row])!r})"
             raise InputError(
                 f"{what}: expected finite numbers, got NaN or infinity in row {row}{name}; drop or recompute that row"
             )
@@ -66,7 +66,7 @@ def nonzero_rows(values: Any, *, what: str, ids: Sequence[str] | np.ndarray | No
         bad = ~block.reshape(-1, block.shape[-1]).any(-1).reshape(len(block), -1)
         if bad.any():
             row = start + int(bad.any(1).argmax())
-            name = "" if ids is None else f" (id {ids[row]!r})"
+            name = "" if ids is None else f" (id {str(ids[row])!r})"
             raise InputError(
                 f"{what}: expected vectors with a direction, got zeros in row {row}{name}; drop or recompute that row"
             )

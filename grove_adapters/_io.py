@@ -79,6 +79,11 @@ def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadat
     from safetensors.torch import save_file
 
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    seen: set[int] = set()
+    for name, tensor in contiguous.items():
+        if tensor.data_ptr() in seen:  # the format refuses tensors that share memory
+            contiguous[name] = tensor.clone()
+        seen.add(tensor.data_ptr())
     with written_whole(path) as partial:
         save_file(contiguous, str(partial), metadata=dict(metadata))
 

@@ -135,12 +135,20 @@ class ProbabilisticEmbedding(abc.ABC):
         rows = np.asarray(rows, dtype=np.int64)
         _checks.rows_in_range(rows, len(self), what=type(self).__name__)
         index = torch.as_tensor(rows)
-        tensors = {name: getattr(self, name) for name in self.tensor_fields}
-        changes: dict[str, Any] = {name: None if value is None else value[index] for name, value in tensors.items()}
+        changes: dict[str, Any] = {name: value[index] for name, value in self._tensors().items()}
         changes["ids"] = np.asarray(self.ids)[rows]
         changes["uncertainty"] = self.uncertainty[index]
         changes["backbone"] = None if self.backbone is None else take_rows(self.backbone, rows)
         return dataclasses.replace(self, **changes)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """The defining tensors that are there, with one column where all columns are the same memory."""
+        given = {name: getattr(self, name) for name in self.tensor_fields}
+        return {
+            name: value[:, :1] if value.ndim == 2 and value.stride(1) == 0 else value
+            for name, value in given.items()
+            if value is not None
+        }
 
     def save(self, path: str | Path) -> Path:
         """Write one `.safetensors` file that `load` reads back; the frozen backbone is copied into it.
@@ -149,8 +157,7 @@ class ProbabilisticEmbedding(abc.ABC):
             StoreError: The file cannot be written.
         """
         path = Path(path)
-        tensors = {name: getattr(self, name) for name in (*self.tensor_fields, "uncertainty")}
-        tensors = {name: value for name, value in tensors.items() if value is not None}
+        tensors = {**self._tensors(), "uncertainty": self.uncertainty}
         if self.backbone is not None:
             tensors["backbone"] = as_float32(self.backbone)
         ids = json.dumps([str(item) for item in self.ids]).encode()
