@@ -82,9 +82,9 @@ def minimise(
     """
     sparse = list(sparse)
     dense = _without(groups if groups is not None else [{"params": list(module.parameters())}], sparse)
-    optimisers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(dense, lr=settings.learning_rate, weight_decay=settings.weight_decay)
-    ]
+    optimisers: list[torch.optim.Optimizer] = []
+    if dense:
+        optimisers.append(torch.optim.AdamW(dense, lr=settings.learning_rate, weight_decay=settings.weight_decay))
     if sparse:
         optimisers.append(torch.optim.SparseAdam(sparse, lr=sparse_rate))
     clipped = [parameter for group in dense for parameter in group["params"]]
