@@ -18,7 +18,8 @@ def test_noise_really_makes_matches_worse():
     world = synthetic.make_pairs(400)
     scores = world.pairs.images.values @ world.pairs.texts.values.T
     rank = (scores > np.diag(scores)[:, None]).sum(1)
-    noisy = world.image_noise > np.median(world.image_noise)
+    noise = world.image_noise + world.text_noise
+    noisy = noise > np.median(noise)
     assert rank[noisy].mean() > 1.5 * rank[~noisy].mean()
     assert abs(np.corrcoef(world.image_noise, world.text_noise)[0, 1]) < 0.2
 
