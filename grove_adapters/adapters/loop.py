@@ -61,8 +61,7 @@ def minimise(
     *,
     groups: Iterable[Mapping[str, Any]] | None = None,
     validate: Callable[[], float] | None = None,
-    sparse: Iterable[torch.nn.Parameter] = (),
-    sparse_rate: float = 1e-2,
+    others: Iterable[torch.optim.Optimizer] = (),
 ) -> None:
     """Minimise an objective over shuffled minibatches of rows; leaves the chosen weights in `module`.
 
@@ -74,19 +73,17 @@ def minimise(
         run: Seed, device, progress; its report is filled in.
         groups: AdamW parameter groups with their own rates; default all of `module` at `settings.learning_rate`.
         validate: A value to make small, asked for after each epoch; None keeps the last weights.
-        sparse: Parameters with sparse gradients, of which a step touches only the rows of its minibatch.
-        sparse_rate: Learning rate of those.
+        others: Optimisers that own the rest of the module's parameters and step beside AdamW, such as SparseAdam for
+            an embedding of which a step touches only the rows of its minibatch. Their gradients are not cut.
 
     Raises:
         NumericalError: A term is NaN or infinite; the message names epoch, step and term.
     """
-    sparse = list(sparse)
-    dense = _without(groups if groups is not None else [{"params": list(module.parameters())}], sparse)
-    optimisers: list[torch.optim.Optimizer] = []
+    optimisers = list(others)
+    owned = [parameter for optimiser in optimisers for group in optimiser.param_groups for parameter in group["params"]]
+    dense = _without(groups if groups is not None else [{"params": list(module.parameters())}], owned)
     if dense:
         optimisers.append(torch.optim.AdamW(dense, lr=settings.learning_rate, weight_decay=settings.weight_decay))
-    if sparse:
-        optimisers.append(torch.optim.SparseAdam(sparse, lr=sparse_rate))
     clipped = [parameter for group in dense for parameter in group["params"]]
     report = run.report
     report.stopped, report.chosen_by = "all epochs", "last epoch" if validate is None else "validation"

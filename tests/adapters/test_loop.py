@@ -106,7 +106,7 @@ def test_sparse_parameters_move_only_in_their_rows():
     def objective(rows):
         return {"loss": table(rows % 50).square().sum()}
 
-    minimise(objective, module, 200, LoopConfig(epochs=1), make_run(), sparse=[table.weight])
+    minimise(objective, module, 200, LoopConfig(epochs=1), make_run(), others=[torch.optim.SparseAdam([table.weight])])
     moved = (table.weight != before).any(1)
     assert bool(moved[:50].all())
     assert not bool(moved[50:].any())

@@ -1,0 +1,12 @@
+"""GroVE: a sparse multi-modal Gaussian process latent variable model.
+
+In the order of the data: `data` (link rows), `initialise` (where to start), `kernels` and `gp` (one sparse GP),
+`model` (two GPs on one latent space and their objective), `inference` (the latent of a new embedding), `adapter`.
+"""
+
+from __future__ import annotations
+
+from grove_adapters.adapters.grove.adapter import GroVE
+from grove_adapters.adapters.grove.config import GroVEConfig
+
+__all__ = ["GroVE", "GroVEConfig"]

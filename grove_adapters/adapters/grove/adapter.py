@@ -1,0 +1,173 @@
+"""GroVE as an adapter: start, fit, and one Gaussian for each new embedding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from grove_adapters import seeding
+from grove_adapters.adapters.base import Adapter, Batch, FitRun
+from grove_adapters.adapters.grove import initialise
+from grove_adapters.adapters.grove.config import GroVEConfig
+from grove_adapters.adapters.grove.data import LinkedRows
+from grove_adapters.adapters.grove.gp import SparseGP
+from grove_adapters.adapters.grove.inference import LatentInference
+from grove_adapters.adapters.grove.model import Decoders, NaturalGradient, Objective
+from grove_adapters.adapters.loop import minimise
+from grove_adapters.embeddings import MODALITIES, Pairs
+
+ANCHORS = 512
+VALIDATION_ROWS = 256
+
+
+class GroVE(Adapter):
+    """Multi-modal sparse GPLVM: one latent point a link, one sparse GP a modality from latents to embeddings.
+
+    A new embedding z gets the latent x* that explains it best, and the posterior is the modality's GP there, with the
+    Laplace posterior of x propagated: mean μ(x*), aleatoric variance σ² (the likelihood's noise) and epistemic
+    variance v(x*) + tr(C JᵀJ) / D, one number for all D dimensions (see `SparseGP`).
+
+    Source: GroVE (Probabilistic Embeddings for Frozen Vision-Language Models), section 3, with errata E1–E7 put right;
+    deliberate differences are named in `GroVEConfig`, `NaturalGradient` and `LatentInference`.
+    """
+
+    name = "grove"
+    config_class = GroVEConfig
+
+    config: GroVEConfig
+
+    @classmethod
+    def small_settings(cls) -> dict[str, Any]:
+        """Settings for data of a few hundred pairs."""
+        return {"latent_dim": 4, "n_inducing": 40, "epochs": 30}
+
+    def _fit(self, pairs: Pairs, validation: Pairs | None, run: FitRun) -> torch.nn.Module:
+        config, report = self.config, run.report
+        if validation is None and config.validation_share and len(set(pairs.links[:, 0].tolist())) >= 20:
+            pairs, validation = pairs.split(1 - config.validation_share, seed=seeding.derive(run.seed, "validation"))
+        report.n_pairs, report.n_validation = len(pairs), len(validation or ())
+        data = LinkedRows(pairs, run.device)
+        start = initialise.start(
+            data, config.latent_dim, seeding.derive(run.seed, "latents"), random=config.latent_init == "random"
+        )
+        latents = torch.nn.Embedding.from_pretrained(start.latents.clone(), freeze=False, sparse=True)
+        decoders = self._started(start, seeding.derive(run.seed, "inducing"))
+        module = torch.nn.ModuleDict({"latents": latents, "decoders": decoders}).to(run.device)
+        refit(decoders, latents.weight, data)
+        natural = NaturalGradient(decoders.gps, len(data), config.natural_rate)
+        minimise(
+            Objective(
+                decoders,
+                latents,
+                data,
+                alignment=config.alignment_weight / config.reconstruction_weight,
+                align_constants=config.align_constants,
+                prior=config.latent_prior,
+                natural=natural,
+            ),
+            module,
+            len(data),
+            config,
+            run,
+            others=[torch.optim.SparseAdam(latents.parameters(), lr=config.latent_learning_rate), natural],
+            validate=None if validation is None else self._validation(decoders, validation, run),
+        )
+        moved = (latents.weight.detach().cpu() - start.latents).square().sum(1).mean().sqrt()
+        decoders.anchors.copy_(initialise.sampled(latents.weight.detach().cpu(), ANCHORS, run.seed))
+        report.facts = {
+            "latent_displacement_rms": float(moved),
+            "n_inducing": len(decoders.image.inducing),
+            **{f"jitter_{modality}": gp.jitter for modality, gp in decoders.gps.items()},
+            **{f"noise_{modality}": float(gp.noise) for modality, gp in decoders.gps.items()},
+            **{f"scale_{modality}": float(gp.kernel.scale) for modality, gp in decoders.gps.items()},
+            **{f"lengthscale_{m}": float(gp.kernel.precision.rsqrt()) for m, gp in decoders.gps.items()},
+        }
+        return decoders
+
+    def _started(self, start: initialise.Start, seed: int) -> Decoders:
+        inducing = initialise.inducing_inputs(start.latents, self.config.n_inducing, seed)
+        dim = len(start.constants["image"])
+        decoders = Decoders(len(inducing), self.config.latent_dim, dim, min(ANCHORS, len(start.latents)))
+        lengthscale = initialise.median_distance(start.latents, seed)
+        with torch.no_grad():
+            decoders.anchors.copy_(initialise.sampled(start.latents, ANCHORS, seed))
+            for modality, gp in decoders.gps.items():
+                gp.constant.copy_(start.constants[modality])
+                gp.inducing.copy_(inducing)
+                gp.kernel.log_lengthscale.fill_(math.log(lengthscale))
+                gp.kernel.log_scale.fill_(math.log(start.variances[modality] / 2))
+                gp.log_noise.fill_(math.log(start.variances[modality] / 2))
+        return decoders
+
+    def _validation(self, decoders: Decoders, validation: Pairs, run: FitRun) -> Any:
+        """Mean negative log predictive density per dimension of held-out links at the latents that explain them."""
+        data = LinkedRows(validation, run.device)
+        rows = torch.arange(len(data))
+        if len(rows) > VALIDATION_ROWS:
+            generator = seeding.generator(seeding.derive(run.seed, "validation rows"))
+            rows = torch.randperm(len(data), generator=generator)[:VALIDATION_ROWS].sort().values
+        batch = data.fetch(rows)
+
+        def value() -> float:
+            find = LatentInference(decoders.gps, decoders.anchors, prior=self.config.latent_prior, restarts=1)
+            x = find(batch).mode
+            total = 0.0
+            for modality, gp in decoders.gps.items():
+                mean, variance = gp.marginal(gp.features(x, gp.factor()))
+                total += float(gaussian_nll(batch[modality] - gp.constant - mean, variance[:, 0] + gp.noise).mean())
+            return total / gp.dim
+
+        return value
+
+    def _facts(self) -> dict[str, Any]:
+        decoders = self.module_
+        assert isinstance(decoders, Decoders)
+        return {"n_inducing": len(decoders.image.inducing), "n_anchors": len(decoders.anchors)}
+
+    def _build(self, dim: int, facts: Mapping[str, Any]) -> torch.nn.Module:
+        return Decoders(facts["n_inducing"], self.config.latent_dim, dim, facts["n_anchors"])
+
+    def _predict(self, batch: Batch) -> dict[str, torch.Tensor]:
+        decoders = self.module_
+        assert isinstance(decoders, Decoders)
+        gp: SparseGP = decoders.gps[batch.modality]
+        find = LatentInference(
+            {batch.modality: gp}, decoders.anchors, prior=self.config.latent_prior, restarts=self.config.restarts
+        )
+        posterior = find({batch.modality: batch.values})
+        mean, variance = gp.marginal(gp.features(posterior.mode, gp.factor()))
+        epistemic = variance + find.propagated(batch.modality, posterior)[:, None]
+        fields = {
+            "mean": mean + gp.constant,
+            "aleatoric": gp.noise.expand_as(epistemic),
+            "epistemic": epistemic,
+            "variance": gp.noise + epistemic,
+        }
+        if self.config.uncertainty == "latent_entropy":
+            fields["uncertainty"] = posterior.entropy
+        return fields
+
+
+@torch.no_grad()
+def refit(decoders: Decoders, latents: torch.Tensor, data: LinkedRows) -> None:
+    """Set q(u) of both GPs to the optimum of the evidence bound, in one sweep over the links."""
+    factors = {modality: gp.factor() for modality, gp in decoders.gps.items()}
+    gram = {modality: torch.zeros_like(factor) for modality, factor in factors.items()}
+    cross = {modality: gp.mean.new_zeros(gp.mean.shape, dtype=torch.float64) for modality, gp in decoders.gps.items()}
+    for rows, batch in data.sweep():
+        x = latents[rows.to(latents.device)]
+        for modality, gp in decoders.gps.items():
+            features = gp.features(x, factors[modality])
+            gram[modality] += features.T @ features
+            cross[modality] += (features.T.float() @ (batch[modality] - gp.constant)).double()
+    for modality in MODALITIES:
+        decoders.gps[modality].set_optimal(gram[modality], cross[modality])
+
+
+def gaussian_nll(residual: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+    """−log N(residual | 0, variance I), (B,) nats, for residuals (B, D) and variances (B,)."""
+    dim = residual.shape[1]
+    return 0.5 * (dim * torch.log(2 * math.pi * variance) + residual.square().sum(1) / variance)

@@ -1,0 +1,135 @@
+"""One sparse variational Gaussian process with D outputs that share kernel, inducing inputs and q(u)'s covariance."""
+
+from __future__ import annotations
+
+import torch
+
+from grove_adapters.adapters.grove.kernels import RBF
+from grove_adapters.errors import NumericalError
+
+JITTERS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
+"""Shares of the mean diagonal that are added to it, tried in turn."""
+
+
+def cholesky(matrix: torch.Tensor, *, what: str) -> tuple[torch.Tensor, float]:
+    """Lower Cholesky factor of a positive semi-definite matrix plus the smallest jitter that lets it exist.
+
+    Args:
+        matrix: (M, M) float64, symmetric.
+        what: Name of the matrix for the error.
+
+    Returns:
+        The factor and the jitter used, as a share of the mean diagonal.
+
+    Raises:
+        NumericalError: The matrix holds NaN or infinity, or no jitter up to 1e-2 helps; the message names the matrix
+            and its condition number.
+    """
+    if not bool(torch.isfinite(matrix).all()):
+        raise NumericalError(f"{what}: expected finite entries, got NaN or infinity; lower the learning rates")
+    diagonal = matrix.diagonal().mean()
+    for jitter in JITTERS:
+        factor, failed = torch.linalg.cholesky_ex(
+            matrix + jitter * diagonal * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+        )
+        if not failed:
+            return factor, jitter
+    values = torch.linalg.eigvalsh(matrix.detach())
+    raise NumericalError(
+        f"{what}: expected a positive definite {len(matrix)}×{len(matrix)} matrix, got eigenvalues from "
+        f"{float(values[0]):.3g} to {float(values[-1]):.3g} (condition {float(values[-1] / values.abs().min()):.3g}) "
+        f"that jitter up to {JITTERS[-1]:g} does not mend; use fewer inducing points"
+    )
+
+
+class SparseGP(torch.nn.Module):
+    """g: Rᴸ → Rᴰ with g_d ~ GP(c_d, k), seen through u = g(V) = c + L w with K(V, V) = L Lᵀ and q(w_d) = N(m_d, S).
+
+    Kernel and inducing inputs V are shared over the D outputs, so K is factorised once and a minibatch costs
+    O(M²B + M³ + MBD) instead of D times O(M²B + M³). Sharing S loses nothing: with a Gaussian likelihood of one noise
+    variance the evidence bound depends on d through m_d alone, and so does an alignment of marginals whose variance
+    is the same in every d, hence the best S_d are all equal.
+
+    Attributes:
+        kernel: k.
+        inducing: V, (M, L).
+        log_noise: Log of the likelihood's variance σ².
+        mean: m, (M, D), whitened.
+        root: F, (M, M) lower triangular with S = F Fᵀ.
+        constant: c, (D,), the mean of the training embeddings.
+        jitter: The largest share of the mean diagonal that K has needed.
+
+    Source: GroVE, section 3.2 and Eqs. 11–13, with the sign of Eq. 13 put right (erratum E1); the public code mixes 512
+    latent GPs instead (erratum E4).
+    """
+
+    def __init__(self, n_inducing: int, latent_dim: int, dim: int, name: str = "") -> None:
+        super().__init__()
+        self.kernel = RBF()
+        self.inducing = torch.nn.Parameter(torch.zeros(n_inducing, latent_dim))
+        self.log_noise = torch.nn.Parameter(torch.zeros(()))
+        self.mean = torch.nn.Parameter(torch.zeros(n_inducing, dim))
+        self.root = torch.nn.Parameter(torch.eye(n_inducing))
+        self.register_buffer("constant", torch.zeros(dim))
+        self.jitter = 0.0
+        self.name = name
+
+    constant: torch.Tensor
+
+    @property
+    def dim(self) -> int:
+        """D."""
+        return self.mean.shape[1]
+
+    @property
+    def noise(self) -> torch.Tensor:
+        """σ², float64."""
+        return self.log_noise.double().exp()
+
+    def factor(self) -> torch.Tensor:
+        """L, (M, M) float64 with L Lᵀ = K(V, V) + jitter.
+
+        Raises:
+            NumericalError: K has no factor; the message names it and its condition.
+        """
+        covariance = self.kernel(self.inducing, self.inducing)
+        factor, jitter = cholesky(covariance, what=f"{self.name} kernel matrix of the inducing inputs")
+        self.jitter = max(self.jitter, jitter)
+        return factor
+
+    def features(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """L⁻¹ k(V, x) for each row of x, (B, M) float64."""
+        return torch.linalg.solve_triangular(factor, self.kernel(self.inducing, x), upper=False).T
+
+    def marginal(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q(g(x)): (B, D) mean less the constant, float32, and (B, 1) variance of every output, float64, no noise.
+
+        k(x, x) + r ᵀ(S − I) r, with r the features; a floor of the smallest jitter keeps rounding from making it ≤ 0.
+        """
+        spread = features @ self.root.tril().double()
+        variance = self.kernel.scale - features.square().sum(1) + spread.square().sum(1)
+        return features.float() @ self.mean, variance.clamp_min(JITTERS[0] * self.kernel.scale.detach())[:, None]
+
+    def divergence(self) -> torch.Tensor:
+        """KL(q(u) ‖ p(u)), summed over the D outputs, in nats."""
+        root = self.root.tril().double()
+        log_det = 2 * root.diagonal().abs().log().sum()
+        covariance_part = root.square().sum() - len(root) - log_det
+        return 0.5 * (self.dim * covariance_part + self.mean.double().square().sum())
+
+    @torch.no_grad()
+    def set_optimal(self, gram: torch.Tensor, cross: torch.Tensor) -> None:
+        """Set q(u) to the maximiser of the evidence bound for the current kernel, latents and noise.
+
+        Args:
+            gram: Σₙ rₙ rₙᵀ over the training rows, (M, M) float64.
+            cross: Σₙ rₙ (zₙ − c)ᵀ, (M, D) float64.
+
+        Source: Titsias 2009, Eq. 10, whitened: S⁻¹ = I + Σ r rᵀ / σ², m = S Σ r (z − c)ᵀ / σ².
+        """
+        precision = torch.eye(len(gram), dtype=gram.dtype, device=gram.device) + gram / self.noise
+        upper = torch.linalg.cholesky(precision.flip(0, 1)).flip(0, 1)  # precision = U Uᵀ, so F = U⁻ᵀ is lower
+        identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+        root = torch.linalg.solve_triangular(upper.T, identity, upper=False)
+        self.root.copy_(root)
+        self.mean.copy_(root @ (root.T @ cross) / self.noise)

@@ -1,0 +1,196 @@
+"""Two sparse GPs on one latent space, their objective, and the natural-gradient step of q(u)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from grove_adapters.adapters.grove.data import LinkedRows
+from grove_adapters.adapters.grove.gp import SparseGP
+from grove_adapters.embeddings import MODALITIES
+
+
+class Decoders(torch.nn.Module):
+    """What prediction needs: the GP of each modality, and latents from which the search for a new one may start.
+
+    Attributes:
+        image: GP from latents to image embeddings.
+        text: GP from latents to text embeddings.
+        anchors: (A, L) latents of training links, spread over all of them.
+    """
+
+    def __init__(self, n_inducing: int, latent_dim: int, dim: int, n_anchors: int) -> None:
+        super().__init__()
+        self.image = SparseGP(n_inducing, latent_dim, dim, "image")
+        self.text = SparseGP(n_inducing, latent_dim, dim, "text")
+        self.register_buffer("anchors", torch.zeros(n_anchors, latent_dim))
+
+    anchors: torch.Tensor
+
+    @property
+    def gps(self) -> dict[str, SparseGP]:
+        """Both GPs by modality."""
+        return {"image": self.image, "text": self.text}
+
+
+def expected_log_likelihood(
+    deviation: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, noise: torch.Tensor
+) -> torch.Tensor:
+    """E[log N(z | g, σ² I)] for g_d ~ N(mean_d, variance), summed over d, in nats.
+
+    Args:
+        deviation: (B, D) z − c.
+        mean: (B, D) mean of g − c.
+        variance: (B, 1).
+        noise: σ².
+
+    Returns:
+        (B,).
+
+    Source: GroVE, Eq. 6, the likelihood part.
+    """
+    dim = mean.shape[1]
+    square = (deviation - mean).square().sum(1) + dim * variance[:, 0]
+    return -0.5 * (dim * torch.log(2 * math.pi * noise) + square / noise)
+
+
+def symmetric_kl(
+    mean_a: torch.Tensor, variance_a: torch.Tensor, mean_b: torch.Tensor, variance_b: torch.Tensor
+) -> torch.Tensor:
+    """½ [KL(a ‖ b) + KL(b ‖ a)] of D-dim Gaussians whose variance is the same in every dimension, in nats.
+
+    Args:
+        mean_a: (B, D).
+        variance_a: (B, 1).
+        mean_b: (B, D).
+        variance_b: (B, 1).
+
+    Returns:
+        (B,).
+
+    Source: GroVE, Eq. 9.
+    """
+    ratio = (variance_a / variance_b)[:, 0]
+    mahalanobis = (mean_a - mean_b).square().sum(1) * (1 / variance_a + 1 / variance_b)[:, 0]
+    return 0.25 * (mean_a.shape[1] * (ratio + 1 / ratio - 2) + mahalanobis)
+
+
+class NaturalGradient(torch.optim.Optimizer):
+    """Natural-gradient steps of every q(u), which know the scale of their own problem and so need no tuned rate.
+
+    Given the other modality the objective is quadratic in m with curvature T = I + (N/B) Σ τₙ rₙ rₙᵀ, kept as a running
+    mean over minibatches, and m takes a share of a Newton step: m ← m − ρ T⁻¹ ∇. The factor F of S takes the
+    natural-gradient step in its own coordinates, F ← F (I − ρ tril'(Fᵀ ∇_F)) with the diagonal halved, which stays
+    triangular and is cut to norm 1, so S stays positive definite. ρ = rate · min(1, B / M).
+
+    Args:
+        gps: The GPs whose `mean` and `root` are optimised.
+        n_rows: N, the number of links.
+        rate: ρ of a minibatch of at least M links, in (0, 1].
+
+    Source: Hensman, Fusi and Lawrence 2013 (stochastic variational inference for GPs); Lin, Nielsen, Khan and Schmidt
+    2021 (local coordinates for triangular factors). GroVE uses Adam, whose rate of 1e-5 moves nothing (erratum E6).
+    """
+
+    def __init__(self, gps: Mapping[str, SparseGP], n_rows: int, rate: float) -> None:
+        super().__init__([parameter for gp in gps.values() for parameter in (gp.mean, gp.root)], {"rate": rate})
+        self._gps = dict(gps)
+        self._n_rows = n_rows
+        self._rate = rate
+        self._share = rate
+        self._curvature: dict[str, torch.Tensor] = {}
+
+    def observe(self, modality: str, features: torch.Tensor, weights: torch.Tensor) -> None:
+        """Take note of a minibatch's features r (B, M) and the weights τ (B,) of the mean's curvature."""
+        batch, n_inducing = features.shape
+        features, weights = features.detach(), weights.detach()
+        seen = self._n_rows / batch * (features.T * weights) @ features
+        seen.diagonal().add_(1)
+        self._share = self._rate * min(1.0, batch / n_inducing)
+        if modality in self._curvature:
+            self._curvature[modality].lerp_(seen, self._share)
+        else:
+            self._curvature[modality] = seen
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step from the gradients of the objective per link and dimension."""
+        for modality, gp in self._gps.items():
+            assert gp.mean.grad is not None and gp.root.grad is not None
+            factor = torch.linalg.cholesky(self._curvature[modality]).float()
+            newton = torch.cholesky_solve(gp.mean.grad, factor)
+            gp.mean.sub_(newton, alpha=self._share * self._n_rows * gp.dim)
+            root = gp.root.tril()
+            local = (root.T @ gp.root.grad.tril()).tril_()
+            local.diagonal().mul_(0.5)
+            local.mul_(self._share * self._n_rows)
+            local.div_(local.norm().clamp_min(1.0))
+            gp.root.copy_(root - root @ local)
+
+
+class Objective:
+    """The training objective over minibatches of links, per link and dimension.
+
+    λ₁ (−ELBO) + λ₂ KL, where the ELBO of a link is E[log p(z_I)] + E[log p(z_T)] − KL(q(u) ‖ p(u)) / N plus the log
+    prior of its latent, and the alignment is the symmetric KL between the two GPs' marginals (without noise) at it.
+    All of it is divided by λ₁ D, which changes no optimum and makes values comparable between models.
+
+    Args:
+        decoders: The two GPs.
+        latents: (N, L) latent of each link, as an embedding with sparse gradients.
+        data: The links.
+        alignment: λ₂ / λ₁.
+        align_constants: Whether the alignment sees the constants c too, as published, or only what varies around them.
+        prior: Whether latents have the prior N(0, I).
+        natural: The optimiser of q(u), told about every minibatch.
+
+    Source: GroVE, Eqs. 6–10 in the per-datum convention of its public code.
+    """
+
+    def __init__(
+        self,
+        decoders: Decoders,
+        latents: torch.nn.Embedding,
+        data: LinkedRows,
+        *,
+        alignment: float,
+        align_constants: bool,
+        prior: bool,
+        natural: NaturalGradient,
+    ) -> None:
+        self._decoders = decoders
+        self._latents = latents
+        self._data = data
+        self._alignment = alignment
+        self._prior = prior
+        self._natural = natural
+        gap = decoders.image.constant - decoders.text.constant
+        self._gap = gap if align_constants else torch.zeros_like(gap)
+
+    def __call__(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Terms of one minibatch; everything but the loss in nats per link, summed over dimensions."""
+        batch = self._data.fetch(rows)
+        x = self._latents(rows.to(self._latents.weight.device))
+        likelihood, divergence, features, marginals = x.new_zeros(()), x.new_zeros(()), {}, {}
+        for modality, gp in self._decoders.gps.items():
+            features[modality] = gp.features(x, gp.factor())
+            marginals[modality] = gp.marginal(features[modality])
+            deviation = batch[modality] - gp.constant
+            likelihood = likelihood + expected_log_likelihood(deviation, *marginals[modality], gp.noise).mean()
+            divergence = divergence + gp.divergence() / len(self._data)
+        (mean_i, variance_i), (mean_t, variance_t) = (marginals[modality] for modality in MODALITIES)
+        alignment = symmetric_kl(mean_i + self._gap, variance_i, mean_t, variance_t).mean()
+        for modality, gp in self._decoders.gps.items():
+            coupling = 0.5 * self._alignment * (1 / variance_i + 1 / variance_t)[:, 0]
+            self._natural.observe(modality, features[modality], 1 / gp.noise + coupling)
+        prior = 0.5 * x.double().square().sum(1).mean() if self._prior else x.new_zeros(())
+        total = divergence - likelihood + prior + self._alignment * alignment
+        return {
+            "loss": total / self._data.dim,
+            "log_likelihood": likelihood,
+            "divergence": divergence,
+            "alignment": alignment,
+        }
