@@ -161,7 +161,7 @@ class CalibrationReport:
         return str(self.provenance.get("query_maker", {}).get("adapter", ""))
 
     def row(self) -> dict[str, Any]:
-        """The report as one flat row of a table: each score as ``name``, ``name_low``, ``name_high`` (and ``name_p``)."""
+        """The report as one flat table row: each score as ``name``, ``name_low``, ``name_high`` (and ``name_p``)."""
         row: dict[str, Any] = {
             "adapter": self.adapter,
             "task": self.task,

@@ -1,5 +1,7 @@
 """What people do with posteriors: each task reads them and returns a `TaskResult`, one row a query."""
 
 from grove_adapters.tasks.base import TaskResult
+from grove_adapters.tasks.index import Neighbours, search
+from grove_adapters.tasks.retrieval import retrieve
 
-__all__ = ["TaskResult"]
+__all__ = ["Neighbours", "TaskResult", "retrieve", "search"]
