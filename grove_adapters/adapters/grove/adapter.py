@@ -80,10 +80,7 @@ class GroVE(Adapter):
         report.facts = {
             "latent_displacement_rms": float(moved),
             "n_inducing": len(decoders.image.inducing),
-            **{f"jitter_{modality}": gp.jitter for modality, gp in decoders.gps.items()},
-            **{f"noise_{modality}": float(gp.noise) for modality, gp in decoders.gps.items()},
-            **{f"scale_{modality}": float(gp.kernel.scale) for modality, gp in decoders.gps.items()},
-            **{f"lengthscale_{m}": float(gp.kernel.precision.rsqrt()) for m, gp in decoders.gps.items()},
+            **{modality: gp.facts() for modality, gp in decoders.gps.items()},
         }
         return decoders
 
@@ -111,9 +108,12 @@ class GroVE(Adapter):
             rows = torch.randperm(len(data), generator=generator)[:VALIDATION_ROWS].sort().values
         batch = data.fetch(rows)
 
+        latents: torch.Tensor | None = None
+
         def value() -> float:
+            nonlocal latents  # where they were after the last epoch is where to look first
             find = LatentInference(decoders.gps, decoders.anchors, prior=self.config.latent_prior, restarts=1)
-            x = find(batch).mode
+            latents = x = find(batch, latents).mode
             total = 0.0
             for modality, gp in decoders.gps.items():
                 mean, variance = gp.marginal(gp.features(x, gp.factor()))

@@ -118,6 +118,16 @@ class SparseGP(torch.nn.Module):
         return 0.5 * (self.dim * covariance_part + self.mean.double().square().sum())
 
     @torch.no_grad()
+    def facts(self) -> dict[str, float]:
+        """Learned scalars and the jitter needed, for the fit report."""
+        return {
+            "noise": float(self.noise),
+            "scale": float(self.kernel.scale),
+            "lengthscale": float(self.kernel.precision.rsqrt()),
+            "jitter": self.jitter,
+        }
+
+    @torch.no_grad()
     def set_optimal(self, gram: torch.Tensor, cross: torch.Tensor) -> None:
         """Set q(u) to the maximiser of the evidence bound for the current kernel, latents and noise.
 

@@ -91,18 +91,20 @@ class LatentInference:
         self._restarts = min(restarts, len(anchors))
         self._tolerance = tolerance
 
-    def __call__(self, values: Mapping[str, torch.Tensor]) -> LatentPosterior:
+    def __call__(self, values: Mapping[str, torch.Tensor], guess: torch.Tensor | None = None) -> LatentPosterior:
         """Laplace posteriors of the latents of rows.
 
         Args:
             values: (B, D) embeddings by modality; rows of different modalities belong together.
+            guess: (B, L) latents to start from instead of the anchors.
         """
         targets = {modality: self._reduced[modality].target(rows) for modality, rows in values.items()}
         n_rows = len(next(iter(targets.values())))
-        parts = [
-            self._search({modality: target[start : start + ROWS] for modality, target in targets.items()})
-            for start in range(0, n_rows, ROWS)
-        ]
+        parts = []
+        for start in range(0, n_rows, ROWS):
+            chunk = {modality: target[start : start + ROWS] for modality, target in targets.items()}
+            starts = self._starts(chunk) if guess is None else guess[None, start : start + ROWS].double()
+            parts.append(self._search(chunk, starts))
         mode, hessian, converged = (torch.cat(items) for items in zip(*parts, strict=True))
         curvatures, axes = torch.linalg.eigh(hessian)
         curvatures = curvatures.clamp_min(SMALLEST_CURVATURE)
@@ -120,14 +122,16 @@ class LatentInference:
             parts.append((square * posterior.covariance[start : start + ROWS]).sum((1, 2)) / reduced.gp.dim)
         return torch.cat(parts)
 
-    def _search(self, targets: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Modes (B, L), Hessians (B, L, L) and convergence (B,) of one chunk of rows."""
-        x, owner = self._starts(targets)
-        targets = {modality: target[owner] for modality, target in targets.items()}
-        n_starts = len(x)
+    def _search(
+        self, targets: dict[str, torch.Tensor], starts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Modes (B, L), Hessians (B, L, L) and convergence (B,) of one chunk of rows from (restarts, B, L)."""
+        restarts, n_rows, _ = starts.shape
+        x = starts.reshape(restarts * n_rows, -1).clone()
+        targets = {modality: target.repeat(restarts, 1) for modality, target in targets.items()}
         energy = self._energy(x, targets)
         damping = torch.full_like(energy, DAMPING)
-        active = torch.arange(n_starts, device=x.device)
+        active = torch.arange(len(x), device=x.device)
         tolerance = self._tolerance * min(
             float(reduced.gp.kernel.precision.rsqrt()) for reduced in self._reduced.values()
         )
@@ -147,24 +151,21 @@ class LatentInference:
             active = active[step.norm(dim=1) > tolerance]
             if not len(active):
                 break
-        converged = torch.ones(n_starts, dtype=torch.bool, device=x.device)
+        converged = torch.ones(len(x), dtype=torch.bool, device=x.device)
         converged[active] = False
-        best = energy.reshape(self._restarts, -1).argmin(0)
-        rows = best * (n_starts // self._restarts) + torch.arange(len(best), device=x.device)
+        rows = energy.reshape(restarts, n_rows).argmin(0) * n_rows + torch.arange(n_rows, device=x.device)
         chosen = {modality: target[rows] for modality, target in targets.items()}
         return x[rows], self._derivatives(x[rows], chosen)[1], converged[rows]
 
-    def _starts(self, targets: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best anchors of each row, (restarts · B, L), and the row each belongs to."""
-        n_rows = len(next(iter(targets.values())))
+    def _starts(self, targets: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The best anchors of each row, (restarts, B, L)."""
         energies = 0.5 * self._prior * self._anchors.square().sum(1)
         for modality, target in targets.items():
             reduced = self._reduced[modality]
             covariances = reduced.gp.kernel(self._anchors, reduced.inducing)
             quadratic = 0.5 * ((covariances @ reduced.weights) * covariances).sum(1)
             energies = energies + quadratic - target @ covariances.T
-        best = energies.topk(self._restarts, dim=1, largest=False).indices.T.reshape(-1)
-        return self._anchors[best].clone(), torch.arange(n_rows, device=best.device).repeat(self._restarts)
+        return self._anchors[energies.topk(self._restarts, dim=1, largest=False).indices.T]
 
     def _energy(self, x: torch.Tensor, targets: dict[str, torch.Tensor]) -> torch.Tensor:
         """−log p(z | x) − log p(x) up to a constant of each row, (R,)."""

@@ -83,8 +83,10 @@ class NaturalGradient(torch.optim.Optimizer):
 
     Given the other modality the objective is quadratic in m with curvature T = I + (N/B) Σ τₙ rₙ rₙᵀ, kept as a running
     mean over minibatches, and m takes a share of a Newton step: m ← m − ρ T⁻¹ ∇. The factor F of S takes the
-    natural-gradient step in its own coordinates, F ← F (I − ρ tril'(Fᵀ ∇_F)) with the diagonal halved, which stays
-    triangular and is cut to norm 1, so S stays positive definite. ρ = rate · min(1, B / M).
+    natural-gradient step in its own coordinates, F ← F (I − ρ G / (1 + κ)) with G the lower triangle of Fᵀ ∇_F, diagonal
+    halved. The Fisher metric does not know the alignment, whose curvature is bounded by κ: without it a strong
+    alignment makes the two S swing against each other. The step is cut to norm 1/2, so S stays positive definite.
+    ρ = rate · min(1, B / M).
 
     Args:
         gps: The GPs whose `mean` and `root` are optimised.
@@ -102,18 +104,38 @@ class NaturalGradient(torch.optim.Optimizer):
         self._rate = rate
         self._share = rate
         self._curvature: dict[str, torch.Tensor] = {}
+        self._stiffness: dict[str, float] = {}
 
-    def observe(self, modality: str, features: torch.Tensor, weights: torch.Tensor) -> None:
-        """Take note of a minibatch's features r (B, M) and the weights τ (B,) of the mean's curvature."""
+    @torch.no_grad()
+    def observe(
+        self,
+        modality: str,
+        features: torch.Tensor,
+        variance: torch.Tensor,
+        mean_weights: torch.Tensor,
+        variance_weights: torch.Tensor,
+    ) -> None:
+        """Take note of a minibatch.
+
+        Args:
+            modality: Whose GP.
+            features: (B, M) r.
+            variance: (B, 1) v.
+            mean_weights: (B,) τ, second derivative of a link's objective by one output's mean.
+            variance_weights: (B,) second derivative of a link's alignment, per output, by log v.
+        """
         batch, n_inducing = features.shape
-        features, weights = features.detach(), weights.detach()
-        seen = self._n_rows / batch * (features.T * weights) @ features
-        seen.diagonal().add_(1)
+        scale = self._n_rows / batch
+        curvature = scale * (features.T * mean_weights) @ features
+        curvature.diagonal().add_(1)
         self._share = self._rate * min(1.0, batch / n_inducing)
         if modality in self._curvature:
-            self._curvature[modality].lerp_(seen, self._share)
+            self._curvature[modality].lerp_(curvature, self._share)
         else:
-            self._curvature[modality] = seen
+            self._curvature[modality] = curvature
+        spread = features @ self._gps[modality].root.tril().double() / variance.sqrt()
+        # ∂ log v / ∂E = 2 h hᵀ / v in local coordinates; a largest eigenvalue is at most the largest row sum
+        self._stiffness[modality] = float(4 * scale * ((spread @ spread.T).square() @ variance_weights).max())
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -126,8 +148,8 @@ class NaturalGradient(torch.optim.Optimizer):
             root = gp.root.tril()
             local = (root.T @ gp.root.grad.tril()).tril_()
             local.diagonal().mul_(0.5)
-            local.mul_(self._share * self._n_rows)
-            local.div_(local.norm().clamp_min(1.0))
+            local.mul_(self._share * self._n_rows / (1 + self._stiffness[modality]))
+            local.div_((2 * local.norm()).clamp_min(1.0))
             gp.root.copy_(root - root @ local)
 
 
@@ -183,9 +205,7 @@ class Objective:
             divergence = divergence + gp.divergence() / len(self._data)
         (mean_i, variance_i), (mean_t, variance_t) = (marginals[modality] for modality in MODALITIES)
         alignment = symmetric_kl(mean_i + self._gap, variance_i, mean_t, variance_t).mean()
-        for modality, gp in self._decoders.gps.items():
-            coupling = 0.5 * self._alignment * (1 / variance_i + 1 / variance_t)[:, 0]
-            self._natural.observe(modality, features[modality], 1 / gp.noise + coupling)
+        self._observe(features, marginals)
         prior = 0.5 * x.double().square().sum(1).mean() if self._prior else x.new_zeros(())
         total = divergence - likelihood + prior + self._alignment * alignment
         return {
@@ -194,3 +214,21 @@ class Objective:
             "divergence": divergence,
             "alignment": alignment,
         }
+
+    @torch.no_grad()
+    def _observe(
+        self, features: dict[str, torch.Tensor], marginals: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        (mean_i, variance_i), (mean_t, variance_t) = (marginals[modality] for modality in MODALITIES)
+        gap = (mean_i + self._gap - mean_t).square().mean(1)
+        coupling = 0.5 * self._alignment * (1 / variance_i + 1 / variance_t)[:, 0]
+        ratio = 0.25 * (variance_i / variance_t + variance_t / variance_i)[:, 0]
+        for modality, gp in self._decoders.gps.items():
+            variance = marginals[modality][1]
+            self._natural.observe(
+                modality,
+                features[modality],
+                variance,
+                1 / gp.noise + coupling,
+                self._alignment * (ratio + 0.25 * gap / variance[:, 0]),
+            )
