@@ -27,6 +27,7 @@ from open_clip_train.data import DataInfo
 from open_clip_train.params import parse_args as open_clip_args
 from open_clip_train.scheduler import cosine_lr
 from open_clip_train.train import train_one_epoch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, IterableDataset
 
 from grove_adapters import seeding
@@ -54,10 +55,11 @@ from grove_adapters.datasets.tiny_clip import (
 
 RESULTS = Path(__file__).parent / "results" / "tiny_clip.json"
 PRIOR = ScenePrior()
-LEVEL_SHARES = (0.05, 0.1, 0.2, 0.65)
+LEVEL_SHARES = (0.04, 0.08, 0.18, 0.7)
 """Shares of captions of levels 0 to 3 in training: mostly full ones, because they teach most."""
-DEGRADED_SHARE = 0.25
-TWINS = 0.25
+DEGRADED_SHARE = 0.2
+TWINS = 0.2
+LEARNING_RATE = 2e-3
 
 
 def normalise(pictures: np.ndarray) -> torch.Tensor:
@@ -99,7 +101,7 @@ class FreshBatches(IterableDataset):
 
 def train(*, seed: int, epochs: int, steps: int, batch_size: int, weights: Path) -> float:
     """Trains from scratch and writes float16 weights after every epoch. Returns the wall time in seconds."""
-    args = open_clip_args(["--precision", "amp_bf16", "--grad-clip-norm", "1.0", "--log-every-n-steps", "20"])
+    args = open_clip_args(["--precision", "amp_bf16", "--grad-clip-norm", "1.0", "--log-every-n-steps", "50"])
     vars(args).update(batch_size=batch_size, device="cpu", rank=0, world_size=1, distributed=False)
     vars(args).update(distill=False, wandb=False)
     model = untrained_tiny_clip(seed)
@@ -107,15 +109,17 @@ def train(*, seed: int, epochs: int, steps: int, batch_size: int, weights: Path)
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     plain = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1.5e-3, betas=(0.9, 0.98), eps=1e-6)
-    scheduler = cosine_lr(optimizer, 1.5e-3, warmup_length=min(60, steps), steps=epochs * steps)
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.98), eps=1e-6)
+    scheduler = cosine_lr(optimizer, LEARNING_RATE, warmup_length=min(100, steps), steps=epochs * steps)
     batches = FreshBatches(seed, batch_size, steps)
     loader = DataLoader(batches, batch_size=None)
     loader.num_batches, loader.num_samples = steps, steps * batch_size
     data = {"train": DataInfo(loader, shared_epoch=_Epoch(batches))}
     start = time.monotonic()
     for epoch in range(epochs):
-        train_one_epoch(model, data, ClipLoss(), epoch, optimizer, None, scheduler, None, args)
+        # At 65 tokens plain attention is 1.4 times as fast on a CPU as the fused kernel's backward pass.
+        with sdpa_kernel(SDPBackend.MATH):
+            train_one_epoch(model, data, ClipLoss(), epoch, optimizer, None, scheduler, None, args)
         state = {name: tensor.half().contiguous() for name, tensor in model.state_dict().items()}
         write_tensors(weights, state, {"model": MODEL_NAME, "pretrained": PRETRAINED, "seed": str(seed)})
         recall = clean_recall(model, seed=seed, n=1000, samples=0, part="validation")
@@ -204,11 +208,13 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a few steps, nothing in the package is touched")
     parser.add_argument("--measure-only", action="store_true", help="measure the bundled weights")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=100, help="steps per epoch")
-    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=150, help="steps per epoch")
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--weights", type=Path, default=WEIGHTS)
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if args.smoke:
         args.epochs, args.steps, args.batch_size = 1, 2, 32

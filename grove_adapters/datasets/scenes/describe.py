@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -281,5 +282,5 @@ def _allowed_by_cells(
             allowed &= placed[:, :, i] == cell
     for first, kind, second in relations:
         allowed &= related(kind, placed[:, :, first], placed[:, :, second])
-    values, counts = np.unique(allowed @ _bits(allowed.shape[1]), return_counts=True)
-    return values, counts / len(subsets)
+    counts = Counter((allowed @ _bits(allowed.shape[1])).tolist())
+    return np.array(list(counts)), np.array(list(counts.values())) / len(subsets)
