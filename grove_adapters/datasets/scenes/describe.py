@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -276,11 +275,11 @@ def _allowed_by_cells(
     """The distinct sets of assignments (as bits) that the subsets of n cells allow, and the probability of each."""
     subsets = _cell_subsets(n)
     placed = subsets[:, _injections(len(cells), n)]
-    allowed = np.ones(placed.shape[:2], bool)
+    allowed: np.ndarray = np.ones(placed.shape[:2], bool)
     for i, cell in enumerate(cells):
         if cell is not None:
             allowed &= placed[:, :, i] == cell
     for first, kind, second in relations:
         allowed &= related(kind, placed[:, :, first], placed[:, :, second])
-    counts = Counter((allowed @ _bits(allowed.shape[1])).tolist())
-    return np.array(list(counts)), np.array(list(counts.values())) / len(subsets)
+    values, counts = np.unique(allowed @ _bits(allowed.shape[1]), return_counts=True)
+    return values, counts / len(subsets)
