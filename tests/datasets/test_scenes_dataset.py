@@ -78,6 +78,19 @@ def test_other_levels_splits_and_priors():
     assert len(Scenes.generate(1, splits={"a": 0.5, "b": 0.5})) == 1
 
 
+def test_records_carry_everything_an_extractor_takes(scenes):
+    records = scenes.records()
+    assert [record.id for record in records] == list(scenes.image_ids)
+    assert records[7].loader().tobytes() == scenes.image(7).tobytes()
+    assert records[7].split == scenes.split[7]
+    assert records[7].columns == {"ambiguity": scenes.image_ambiguity[7]}
+    assert [caption.text for caption in records.captions] == list(scenes.texts)
+    assert [caption.id for caption in records.captions] == list(scenes.text_ids)
+    assert records.captions[30].columns == {"level": 2, "ambiguity": scenes.caption_ambiguity[30]}
+    assert np.array_equal(records.positives, scenes.positives)
+    assert not len(scenes.records(positives=False).positives)
+
+
 def test_questions(scenes):
     questions = scenes.questions(3)
     assert len(questions) == 360

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
@@ -18,6 +19,9 @@ from grove_adapters.datasets.scenes.questions import KINDS, Question, ask
 from grove_adapters.datasets.scenes.render import SIZE, render_image
 from grove_adapters.datasets.scenes.world import Scene, ScenePrior, SceneTable
 from grove_adapters.errors import InputError
+
+if TYPE_CHECKING:
+    from grove_adapters.extract.records import Records
 
 SPLITS: Mapping[str, float] = {"train": 0.6, "validation": 0.2, "test": 0.2}
 
@@ -167,6 +171,32 @@ class Scenes:
             pairs.append(np.column_stack([images[found.row], texts[found.col]]))
         every = np.concatenate(pairs)
         return every[every[:, 1] // self.captions_per_image != every[:, 0]]
+
+    def records(self, *, positives: bool = True) -> Records:
+        """The data set as an extractor takes it, with `level` and `ambiguity` as columns.
+
+        Args:
+            positives: Whether true matches beyond the links go along; their number grows with the square of N.
+        """
+        from grove_adapters.extract.records import Caption as RecordCaption
+        from grove_adapters.extract.records import Record, Records
+
+        captions = [
+            RecordCaption(caption.text, caption.id, {"level": caption.level, "ambiguity": ambiguity})
+            for caption, ambiguity in zip(self.captions, self.caption_ambiguity.tolist(), strict=True)
+        ]
+        k = self.captions_per_image
+        records = [
+            Record(
+                scene.id,
+                partial(render_image, scene),
+                captions[row * k : row * k + k],
+                split=str(self.split[row]),
+                columns={"ambiguity": float(self.image_ambiguity[row])},
+            )
+            for row, scene in enumerate(self.table)
+        ]
+        return Records(records, positives=self.positives if positives else None)
 
     @cached_property
     def caption_level(self) -> np.ndarray:

@@ -17,6 +17,7 @@ class WordTokenizer:
 
     Attributes:
         words: The vocabulary without the special tokens.
+        encoder: Id of every token.
         context_length: Tokens in a row of the output, start and end included.
         vocab_size: Words and special tokens.
     """
@@ -25,14 +26,14 @@ class WordTokenizer:
         self.words = tuple(words)
         self.context_length = context_length
         self._tokens = (PAD, UNKNOWN, START, *self.words, END)
-        self._ids = {token: i for i, token in enumerate(self._tokens)}
+        self.encoder = {token: i for i, token in enumerate(self._tokens)}
         self.vocab_size = len(self._tokens)
 
     def encode(self, text: str) -> list[int]:
         """Ids of all words of a text between `<start>` and `<end>`, however many there are."""
         words = re.findall(r"\w+", text.lower())
-        unknown = self._ids[UNKNOWN]
-        return [self._ids[START], *(self._ids.get(word, unknown) for word in words), self._ids[END]]
+        unknown = self.encoder[UNKNOWN]
+        return [self.encoder[START], *(self.encoder.get(word, unknown) for word in words), self.encoder[END]]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The words of a row of ids, without padding, start and end."""
@@ -58,6 +59,6 @@ class WordTokenizer:
         for row, text in zip(rows, texts, strict=True):
             ids = self.encode(text)
             if len(ids) > length:
-                ids = [*ids[: length - 1], self._ids[END]]
+                ids = [*ids[: length - 1], self.encoder[END]]
             row[: len(ids)] = torch.tensor(ids)
         return rows
