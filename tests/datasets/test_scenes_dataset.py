@@ -82,6 +82,8 @@ def test_records_carry_everything_an_extractor_takes(scenes):
     records = scenes.records()
     assert [record.id for record in records] == list(scenes.image_ids)
     assert records[7].loader().tobytes() == scenes.image(7).tobytes()
+    assert len({record.loader.key for record in records}) == 120
+    assert records[7].loader.key != Scenes.generate(120, seed=4).records(positives=False)[7].loader.key
     assert records[7].split == scenes.split[7]
     assert records[7].columns == {"ambiguity": scenes.image_ambiguity[7]}
     assert [caption.text for caption in records.captions] == list(scenes.texts)

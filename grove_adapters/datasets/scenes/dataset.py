@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +24,21 @@ if TYPE_CHECKING:
     from grove_adapters.extract.records import Records
 
 SPLITS: Mapping[str, float] = {"train": 0.6, "validation": 0.2, "test": 0.2}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A picture yet to be drawn: what an extractor's record holds in place of a file."""
+
+    scene: Scene
+
+    @property
+    def key(self) -> str:
+        """Everything the picture depends on, by which an interrupted extraction knows it again."""
+        return repr(self.scene)
+
+    def __call__(self) -> Image.Image:
+        return render_image(self.scene)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +204,7 @@ class Scenes:
         records = [
             Record(
                 scene.id,
-                partial(render_image, scene),
+                Drawing(scene),
                 captions[row * k : row * k + k],
                 split=str(self.split[row]),
                 columns={"ambiguity": float(self.image_ambiguity[row])},
