@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -54,7 +54,7 @@ def retrieve(
             ``"wasserstein2"``.
         uncertainty: ``"posterior"`` is the query's own. ``"one_minus_max_similarity"`` is 1 − the largest cosine to
             the gallery. ``"auto"`` is the former, or the latter where the query's posterior is gallery-aware.
-            ``"true_pair_distance"`` is the cosine distance to the nearest linked item: it **reads the answer** and is
+            ``"true_pair_distance"`` is the cosine distance to the nearest true match: it **reads the answer** and is
             here only to reproduce published tables of the deterministic baseline.
         k: Depths of recall@k; the first answer alone decides `TaskResult.correct`.
         unmatched: Queries without any true match in the gallery: ``"raise"``, or ``"drop"`` them and count them.
@@ -64,9 +64,9 @@ def retrieve(
         One row a query. `confidence` is the largest probability of the softmax over the gallery of the source's logit
         scale times the cosine, times half the negated ``"csd"`` or ``"wasserstein2"``, or of ``"expected_likelihood"``
         as it is; None where the scale is unknown or the similarity is no logit. `groups` holds, for texts, the row of
-        their first true image. `detail` holds ``top`` (Q, K) gallery rows and ``top_scores`` (Q, K) for the largest k,
-        ``n_matches`` (Q,) true matches, ``gallery_ids`` (G,), ``unmatched`` (how many were dropped) and
-        ``unmatched_ids``.
+        the first image they are linked to. `detail` holds ``top`` (Q, K) gallery rows and ``top_scores`` (Q, K) for
+        the largest k, ``n_matches`` (Q,) true matches, ``gallery_ids`` (G,), ``unmatched`` (how many were dropped)
+        and ``unmatched_ids``.
 
     Raises:
         InputError: Swapped modalities, rows out of range, another width, queries without a match, no backbone.
@@ -117,7 +117,7 @@ def retrieve(
     )
 
     keys = matches[:, 0] * len(gallery) + matches[:, 1]
-    hits = np.isin(asked[:, None] * len(gallery) + found.rows, keys)
+    hits = np.asarray(np.isin(asked[:, None] * len(gallery) + found.rows, keys))
     confidence = None
     if temperature is not None:
         assert found.log_partition is not None
@@ -131,7 +131,7 @@ def retrieve(
         uncertain = 1 - nearest.scores[:, 0]
     else:
         uncertain = _true_pair_distance(
-            _ranked(queries, rank_by, "cosine"), _ranked(gallery, rank_by, "cosine"), links
+            _ranked(queries, rank_by, "cosine"), _ranked(gallery, rank_by, "cosine"), matches
         )[asked]
 
     return TaskResult(
@@ -142,7 +142,7 @@ def retrieve(
         uncertainty=uncertain,
         confidence=confidence,
         recall_at={depth: hits[:, :depth].any(1) for depth in depths},
-        groups=None if direction == "i2t" else matches[np.searchsorted(matches[:, 0], asked), 1],
+        groups=None if direction == "i2t" else _first_partner(len(queries), matches, np.unique(links, axis=0))[asked],
         detail={
             "top": found.rows,
             "top_scores": found.scores,
@@ -221,11 +221,19 @@ def _temperature(similarity: str, logit_scale: float | None) -> float | None:
     return logit_scale * NATS_PER_LOGIT[similarity]
 
 
-def _true_pair_distance(queries: Gaussians, gallery: Gaussians, links: np.ndarray) -> np.ndarray:
-    """(Q,) cosine distance of each query to the nearest item it is linked to; infinite where it has no link."""
+def _first_partner(n: int, *pairs: np.ndarray) -> np.ndarray:
+    """(n,) first gallery row paired with each query; later lists of sorted pairs overrule earlier ones."""
+    first = np.full(n, -1)
+    for rows in pairs:
+        first[rows[::-1, 0]] = rows[::-1, 1]  # of several writes the last one stays, which is the lowest row
+    return first
+
+
+def _true_pair_distance(queries: Gaussians, gallery: Gaussians, matches: np.ndarray) -> np.ndarray:
+    """(Q,) cosine distance of each query to its nearest true match; infinite where it has none."""
     distance = np.full(queries.size, np.inf)
-    for start in range(0, len(links), CHUNK):
-        chunk = links[start : start + CHUNK]
+    for start in range(0, len(matches), CHUNK):
+        chunk = matches[start : start + CHUNK]
         cosines = paired("cosine", queries.rows(chunk[:, 0]), gallery.rows(chunk[:, 1]))
         np.minimum.at(distance, chunk[:, 0], 1 - cosines.cpu().numpy())
     return distance

@@ -1,0 +1,271 @@
+"""From the rows of a task to numbers with intervals."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from grove_adapters import _checks
+from grove_adapters.calibration import bins, bootstrap
+from grove_adapters.calibration.report import CalibrationReport, Levels, Reliability, RiskCoverage, Score
+from grove_adapters.calibration.scores import SCORES, Blocks, Null, Queries, confidence_bin, rank_correlations
+from grove_adapters.errors import InputError, InputTypeError
+from grove_adapters.tasks.base import TaskResult
+
+
+def calibrate(
+    result: TaskResult,
+    *,
+    levels: int = 10,
+    protocol: str = "equal_count",
+    confidence_bins: int = 15,
+    resamples: int = 1000,
+    seed: int = 0,
+    interval: float = 0.95,
+) -> CalibrationReport:
+    """Measure how well a result's uncertainty and confidence foretell its errors.
+
+    The report does not depend on the order of the queries. Every score carries a bootstrap interval (whole groups are
+    resampled where the result has groups), and those of the uncertainty a one-sided p-value of the null that it says
+    nothing: correctness is handed round among the queries, whole groups at a time. What is undefined is NaN: S and R²
+    where all levels have the same recall, AUROC where all or no queries are right, ECE without confidence, and every
+    interval where there is a single group.
+
+    Args:
+        result: What a task returned.
+        levels: Number of uncertainty levels behind S, R² and −S·R², at least 2 (they need 3 that are not empty).
+        protocol: ``"equal_count"`` (default) or ``"equal_width"``; see `calibration.bins`.
+        confidence_bins: Bins of equal width over [0, 1] behind the ECE.
+        resamples: Bootstrap resamples, and permutations; 0 leaves intervals and p-values NaN.
+        seed: Address of the resampling.
+        interval: Nominal coverage of intervals and bounds, between 0 and 1.
+
+    Raises:
+        InputError: A setting out of range, or an unknown protocol.
+        InputTypeError: `result` is no `TaskResult`.
+
+    Source: GroVE sec. 4 for S, R² and −S·R² (with disjoint levels instead of its code's nested ones, METHODS E7);
+    Geifman et al. 2019 for excess AURC; Guo et al. 2017 for ECE.
+    """
+    if not isinstance(result, TaskResult):
+        raise InputTypeError(f"calibrate expected a TaskResult, got {type(result).__name__}; run a task first")
+    _checks.choice(protocol, tuple(bins.PROTOCOLS), what="protocol")
+    _checks.count(levels, what="levels", at_least=2)
+    _checks.count(confidence_bins, what="confidence_bins")
+    _check_resampling(resamples, interval)
+
+    order = np.argsort(result.ids)
+    correct, uncertainty = result.correct[order], result.uncertainty[order]
+    confidence = None if result.confidence is None else result.confidence[order]
+    recall_at = {k: hits[order] for k, hits in result.recall_at.items()}
+    groups = _in_order(result.groups, order)
+    queries = Queries.of(
+        correct,
+        uncertainty,
+        confidence,
+        recall_at,
+        levels=levels,
+        protocol=protocol,
+        confidence_bins=confidence_bins,
+    )
+    observed = {name: values[0] for name, values in queries.scored(np.ones((1, len(result)))).items()}
+    draws, null = _resampled(queries, groups, resamples, seed)
+    if "aurc" in null:  # the optimal AURC does not change when errors are handed round
+        null["excess_aurc"] = null["aurc"] - (observed["aurc"] - observed["excess_aurc"])
+
+    scores = {}
+    for name, kind in SCORES.items():
+        value = float(observed.get(name, np.nan))
+        low, high = bootstrap.interval(draws.get(name, np.empty(0)), value, interval, kind.bounds)
+        p = np.nan
+        if kind.larger_is_better is not None:
+            p = bootstrap.p_value(null.get(name, np.empty(0)), value, larger_is_better=kind.larger_is_better)
+        scores[name] = Score(value, low, high, p)
+    hits = draws.get("recall_at", np.empty((0, len(recall_at))))
+    risks = draws.get("risk", np.empty((0, len(queries.coverages))))
+    bands = [
+        bootstrap.interval(column, value, interval, (0, 1))
+        for column, value in zip(risks.T, observed["risk"], strict=True)
+    ]
+    return CalibrationReport(
+        task=result.task,
+        direction=result.direction,
+        protocol=protocol,
+        n_queries=len(result),
+        n_groups=int(groups.max()) + 1,
+        scores=scores,
+        recall_at={
+            k: Score(float(value), *bootstrap.interval(column, value, interval, (0, 1)))
+            for k, value, column in zip(recall_at, observed["recall_at"], hits.T, strict=True)
+        },
+        levels=_levels(correct, uncertainty, bins.assign(uncertainty, levels, protocol), levels, interval),
+        reliability=None if confidence is None else _reliability(correct, confidence, confidence_bins, interval),
+        risk_coverage=RiskCoverage(
+            coverage=queries.coverages,
+            risk=observed["risk"],
+            risk_low=np.array([low for low, _ in bands]),
+            risk_high=np.array([high for _, high in bands]),
+            optimal=queries.optimal_risk(),
+        ),
+        interval=interval,
+        resamples=resamples,
+        seed=seed,
+        queries=hashlib.sha256("\n".join(result.ids[order].tolist()).encode()).hexdigest()[:16],
+        provenance={**result.provenance, "versions": versions()},
+    )
+
+
+def rank_correlation(
+    uncertainty: Any,
+    truth: Any,
+    *,
+    groups: np.ndarray | None = None,
+    resamples: int = 1000,
+    seed: int = 0,
+    interval: float = 0.95,
+) -> Score:
+    """Spearman correlation of an uncertainty with a known truth, such as the ambiguity of a rendered scene's caption.
+
+    Args:
+        uncertainty: (Q,) finite numbers, larger = less certain.
+        truth: (Q,) finite numbers, larger = should be less certain.
+        groups: (Q,) whole numbers, equal where items are no independent draws, or None.
+        resamples: Bootstrap resamples, and permutations; 0 leaves interval and p-value NaN.
+        seed: Address of the resampling.
+        interval: Nominal coverage, between 0 and 1.
+
+    Returns:
+        The correlation, its interval, and the one-sided p-value of "no positive relation"; NaN where either column is
+        constant.
+
+    Raises:
+        InputError: Columns of different length, NaN or infinite entries, or a setting out of range.
+    """
+    _check_resampling(resamples, interval)
+    columns = []
+    for what, values in (("uncertainty", uncertainty), ("truth", truth)):
+        column = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+        if column.ndim != 1 or not len(column):
+            raise InputError(f"{what} expected one number an item, got shape {column.shape}")
+        _checks.finite(column, what=what)
+        columns.append(column.astype(np.float64))
+    _checks.same_rows(len(columns[0]), len(columns[1]), what="truth")
+    if groups is not None:
+        _checks.same_rows(len(columns[0]), len(groups), what="groups")
+    codes = bootstrap.group_codes(groups, len(columns[0]))
+    x, y = (Blocks.of(column) for column in columns)
+
+    value = float(rank_correlations(x, y, np.ones((1, len(codes))))[0])
+    draws = null = np.empty(0)
+    if resamples and codes.max():
+        draws = np.concatenate(
+            [rank_correlations(x, y, counts) for counts in bootstrap.resampled_counts(codes, resamples, seed=seed)]
+        )
+        x_rank, y_rank = (blocks.mid_ranks(np.ones((1, len(codes))))[0] for blocks in (x, y))
+        y_rank -= y_rank.mean()
+        scale = np.sqrt(np.square(x_rank - x_rank.mean()).sum() * np.square(y_rank).sum())
+        null = np.concatenate([y_rank[rows] @ x_rank for rows in bootstrap.permutations(codes, resamples, seed=seed)])
+        null = np.divide(null, scale, out=np.full(len(null), np.nan), where=scale > 0)
+    low, high = bootstrap.interval(draws, value, interval, (-1, 1))
+    return Score(value, low, high, bootstrap.p_value(null, value, larger_is_better=True))
+
+
+def clopper_pearson(successes: np.ndarray, trials: np.ndarray, coverage: float) -> tuple[np.ndarray, np.ndarray]:
+    """Exact binomial bounds of a share; NaN without trials. Soft successes are taken as they are.
+
+    Source: Clopper & Pearson 1934, by quantiles of the Beta distribution.
+    """
+    from scipy.special import betaincinv
+
+    tail = (1 - coverage) / 2
+    failures = trials - successes
+    with np.errstate(invalid="ignore"):
+        low = np.where(successes > 0, betaincinv(successes, failures + 1, tail), 0.0)
+        high = np.where(failures > 0, betaincinv(successes + 1, failures, 1 - tail), 1.0)
+    return np.where(trials > 0, low, np.nan), np.where(trials > 0, high, np.nan)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that could change a number."""
+    packages = ("grove-adapters", "numpy", "torch", "scipy")
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
+            found[package] = "unknown"
+    return found
+
+
+def _check_resampling(resamples: int, interval: float) -> None:
+    _checks.count(resamples, what="resamples", at_least=0)
+    if not 0 < interval < 1:
+        raise InputError(f"interval expected a coverage between 0 and 1, got {interval}; 0.95 is usual")
+
+
+def _in_order(groups: np.ndarray | None, order: np.ndarray) -> np.ndarray:
+    """Group codes of the sorted queries, numbered by first appearance so that the caller's numbers do not matter."""
+    if groups is None:
+        return np.arange(len(order))
+    _, first, codes = np.unique(groups[order], return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[codes]
+
+
+def _resampled(
+    queries: Queries, groups: np.ndarray, resamples: int, seed: int
+) -> tuple[Mapping[str, np.ndarray], dict[str, np.ndarray]]:
+    """Bootstrap draws and permutation null of every score; both empty where nothing can be resampled."""
+    if not resamples or not groups.max():
+        return {}, {}
+    draws = [queries.scored(counts) for counts in bootstrap.resampled_counts(groups, resamples, seed=seed)]
+    shuffled = Null(queries)
+    null = [shuffled.scored(rows) for rows in bootstrap.permutations(groups, resamples, seed=seed)]
+    return _joined(draws), _joined(null)
+
+
+def _joined(blocks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+
+
+def _levels(correct: np.ndarray, uncertainty: np.ndarray, level: np.ndarray, levels: int, interval: float) -> Levels:
+    count = np.bincount(level, minlength=levels)
+    right = np.bincount(level, correct, minlength=levels)
+    lowest, highest = np.full(levels, np.inf), np.full(levels, -np.inf)
+    np.minimum.at(lowest, level, uncertainty)
+    np.maximum.at(highest, level, uncertainty)
+    recall_low, recall_high = clopper_pearson(right, count, interval)
+    return Levels(
+        count=count,
+        uncertainty=_share(np.bincount(level, uncertainty, minlength=levels), count),
+        uncertainty_low=np.where(count > 0, lowest, np.nan),
+        uncertainty_high=np.where(count > 0, highest, np.nan),
+        recall=_share(right, count),
+        recall_low=recall_low,
+        recall_high=recall_high,
+    )
+
+
+def _reliability(correct: np.ndarray, confidence: np.ndarray, n: int, interval: float) -> Reliability:
+    bin_of = confidence_bin(confidence, n)
+    count = np.bincount(bin_of, minlength=n)
+    right = np.bincount(bin_of, correct, minlength=n)
+    accuracy_low, accuracy_high = clopper_pearson(right, count, interval)
+    return Reliability(
+        low=np.arange(n) / n,
+        high=np.arange(1, n + 1) / n,
+        count=count,
+        confidence=_share(np.bincount(bin_of, confidence, minlength=n), count),
+        accuracy=_share(right, count),
+        accuracy_low=accuracy_low,
+        accuracy_high=accuracy_high,
+    )
+
+
+def _share(sums: np.ndarray, count: np.ndarray) -> np.ndarray:
+    return np.divide(sums, count, out=np.full(len(sums), np.nan), where=count > 0)
