@@ -11,17 +11,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from grove_adapters import __version__, _io, plots
+import grove_adapters
+from grove_adapters import _checks, _io, plots
 from grove_adapters.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from grove_adapters.calibration import CalibrationReport, Score
+
+
+TITLE = "Can this uncertainty be trusted?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +98,17 @@ COLUMNS = {
 }
 """Columns of the table: score → (heading, what it means)."""
 
+Row = tuple[str, "CalibrationReport"]
+"""A label and its report: one row of a table."""
+
 KNOWN = ("ρ known", "Spearman between the uncertainty and the ambiguity that is known: 1 is best")
 
 
 def report_page(
     reports: Sequence[CalibrationReport],
     *,
-    title: str = "Can this uncertainty be trusted?",
+    labels: Sequence[str] | None = None,
+    title: str = TITLE,
     known: Sequence[KnownTruth] = (),
     galleries: Sequence[Gallery] = (),
     facts: Mapping[str, Any] | None = None,
@@ -108,6 +117,7 @@ def report_page(
 
     Args:
         reports: At least one; those in one direction share a table and plots.
+        labels: A name for each report; default its adapter.
         title: Heading of the page.
         known: Known ambiguities, drawn and put into the table.
         galleries: Examples to show.
@@ -116,29 +126,33 @@ def report_page(
     Raises:
         InputError: No report.
     """
-    reports = list(reports)
-    if not reports:
-        raise InputError("a report page expected at least one report, got none; run grove-adapters evaluate first")
+    rows = _labelled(reports, labels)
     directions = list(dict.fromkeys(report.direction for report in reports))
-    by_direction = {name: [report for report in reports if report.direction == name] for name in directions}
-    sections = [_heading(reports, title, facts or {})]
-    sections.append("<h2>The comparison</h2>\n" + _how_to_read_a_cell(reports[0]))
-    sections += [_table(group, known) + _in_words(group) for group in by_direction.values()]
+    sections = [_heading(reports, title, facts or {}), "<h2>The comparison</h2>", _how_to_read_a_cell(reports[0])]
+    for direction in directions:
+        group = [row for row in rows if row[1].direction == direction]
+        sections += [_table(group, known), _in_words(group)]
     sections += [_gallery(gallery) for gallery in galleries]
-    for name, group in by_direction.items():
-        sections.append(_figures(group, [item for item in known if item.direction == name]))
-    sections += [_how_to_read(reports, bool(known)), _provenance(reports)]
+    drawings = draw(reports, labels, known)
+    for direction in directions:
+        report = next(report for report in reports if report.direction == direction)
+        sections.append(f"<h2>{escape(direction_title(report))}</h2>")
+        for kinds, width in ROWS_OF_FIGURES:
+            row = [drawing for drawing in drawings if drawing.direction == direction and drawing.kind in kinds]
+            sections.append(_figures(row, width))
+    sections += [_how_to_read(reports, bool(known)), _provenance(rows)]
     style = resources.files("grove_adapters").joinpath("assets/report.css").read_text(encoding="utf-8")
-    return (
+    page = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; img-src data:; "
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         "style-src 'unsafe-inline'\">\n"
         f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(sections)
-        + f"\n<footer>Made by grove-adapters {escape(__version__)}. The page needs no network and runs no script.</footer>"
-        "\n</main>\n</body>\n</html>\n"
+        + f"\n<footer>Made by grove-adapters {escape(grove_adapters.__version__)}. "
+        "The page needs no network and runs no script.</footer>\n</main>\n</body>\n</html>\n"
     )
+    return page.encode("utf-8", "replace").decode("utf-8")  # JSON can bring lone surrogates, which no file can hold
 
 
 def _heading(reports: Sequence[CalibrationReport], title: str, facts: Mapping[str, Any]) -> str:
@@ -154,7 +168,9 @@ def _heading(reports: Sequence[CalibrationReport], title: str, facts: Mapping[st
         chips[f"queries {direction}".strip()] = size
     chips["intervals"] = f"{first.interval:.0%}, {first.resamples:,} resamples, seed {first.seed}"
     items = "".join(
-        f"<li><span>{escape(str(name))}</span><b>{escape(str(value))}</b></li>" for name, value in chips.items() if value
+        f"<li><span>{escape(str(name))}</span><b>{escape(str(value))}</b></li>"
+        for name, value in chips.items()
+        if value
     )
     return (
         f"<header>\n<h1>{escape(title)}</h1>\n"
@@ -172,25 +188,28 @@ def _how_to_read_a_cell(report: CalibrationReport) -> str:
     )
 
 
-def _table(reports: Sequence[CalibrationReport], known: Sequence[KnownTruth]) -> str:
-    columns = {name: heading for name, (heading, _) in COLUMNS.items() if any(name in _scores(r) for r in reports)}
-    truths = {item.adapter: item for item in known if item.direction == reports[0].direction}
+def _table(rows: Sequence[Row], known: Sequence[KnownTruth]) -> str:
+    direction = rows[0][1].direction
+    present = {name for _, report in rows for name in _scores(report)}
+    columns = {name: heading for name, (heading, _) in COLUMNS.items() if name in present}
+    truths = {item.adapter: item.score for item in known if item.direction == direction}
     headings = [*columns.values(), *([KNOWN[0]] if truths else [])]
-    rows = []
-    for report in reports:
-        scores = [_scores(report).get(name) for name in columns]
-        if truths:
-            scores.append(truths[report.adapter].score if report.adapter in truths else None)
+    lines = []
+    for label, report in rows:
+        scores = [_scores(report).get(name) for name in columns] + ([truths.get(label)] if truths else [])
         cells = "".join(_cell(heading, score) for heading, score in zip(headings, scores, strict=True))
-        rows.append(f'<tr><th scope="row">{escape(report.adapter or "report")}</th>{cells}</tr>')
+        lines.append(f'<tr><th scope="row">{escape(label)}</th>{cells}</tr>')
     head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
     return (
-        f"<table>\n<caption>{escape(_direction(reports[0]))}</caption>\n"
-        f'<thead><tr><th scope="col">adapter</th>{head}</tr></thead>\n<tbody>\n' + "\n".join(rows) + "\n</tbody>\n</table>"
+        f"<table>\n<caption>{escape(direction_title(rows[0][1]))}</caption>\n"
+        f'<thead><tr><th scope="col">adapter</th>{head}</tr></thead>\n<tbody>\n'
+        + "\n".join(lines)
+        + "\n</tbody>\n</table>"
     )
 
 
-def _direction(report: CalibrationReport) -> str:
+def direction_title(report: CalibrationReport) -> str:
+    """How the direction of a report is called in headings."""
     return plots.DIRECTIONS.get(report.direction, report.direction or report.task).capitalize()
 
 
@@ -211,57 +230,116 @@ def _number(value: float) -> str:
     return f"{value:.3f}".replace("-", "−")
 
 
-def _in_words(reports: Sequence[CalibrationReport]) -> str:
+def _in_words(rows: Sequence[Row]) -> str:
     """What the risk–coverage curves say about answering only the more certain half."""
     parts = []
-    for report in reports:
+    for label, report in rows:
         curve = report.risk_coverage
         half = int(np.abs(curve.coverage - 0.5).argmin())
         if np.isfinite(curve.risk[[half, -1]]).all():
-            all_right, half_right = 1 - curve.risk[-1], 1 - curve.risk[half]
-            parts.append(f"with {escape(report.adapter or 'the report')} from {all_right:.0%} to {half_right:.0%}")
+            parts.append(f"with {escape(label)} from {1 - curve.risk[-1]:.0%} to {1 - curve.risk[half]:.0%}")
     if not parts:
         return ""
     return (
-        f'\n<p class="note">Answering only the more certain half of the queries moves the share of true first answers '
-        f"{'; '.join(parts)}.</p>"
+        '<p class="note">Answering only the more certain half of the queries moves the share of true first answers '
+        f"{', '.join(parts)}.</p>"
     )
 
 
-def _figures(reports: Sequence[CalibrationReport], known: Sequence[KnownTruth]) -> str:
-    truths = [
-        plots.uncertainty_vs_truth(
-            item.uncertainty, item.truth, score=item.score, truth_name=item.name, label=item.adapter
-        )
-        for item in known
-    ]
-    diagrams = [plots.reliability(report) for report in reports if report.reliability is not None]
-    return f"<h2>{escape(_direction(reports[0]))}</h2>\n" + "\n".join(
-        f'<div class="plots {width}">\n' + "\n".join(f"<figure>{svg(ax)}</figure>" for ax in row) + "\n</div>"
-        for width, row in (
-            ("two", [plots.uncertainty_recall(reports), plots.risk_coverage(reports)]),
-            ("three", truths),
-            ("three", diagrams),
-        )
-        if row
-    )
+ROWS_OF_FIGURES = ((("recall", "risk"), "two"), (("known",), "three"), (("reliability",), "three"))
+"""Which kinds of figures stand side by side on the page, and in how many columns."""
 
 
-def svg(ax: Axes) -> str:
-    """The figure of `ax` as inline SVG, whose ink, paper and leading colours follow the page's light or dark theme."""
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """One figure of the page.
+
+    Attributes:
+        name: Unique name, fit for a file: direction, kind, and the label where it shows one report only.
+        direction: Of the reports it shows.
+        kind: ``"recall"``, ``"risk"``, ``"known"`` or ``"reliability"``.
+        ax: The axes.
+    """
+
+    name: str
+    direction: str
+    kind: str
+    ax: Axes
+
+    @property
+    def canvas(self) -> Figure:
+        """The figure to save."""
+        return cast("Figure", self.ax.figure)
+
+
+def draw(
+    reports: Sequence[CalibrationReport],
+    labels: Sequence[str] | None = None,
+    known: Sequence[KnownTruth] = (),
+) -> list[Drawing]:
+    """Every figure of the page.
+
+    Args:
+        reports: At least one.
+        labels: A name for each report; default its adapter.
+        known: Known ambiguities.
+
+    Raises:
+        InputError: No report.
+    """
+    rows = _labelled(reports, labels)
+    drawings: list[Drawing] = []
+
+    def add(direction: str, kind: str, label: str, ax: Axes) -> None:
+        name = _slug(f"{direction} {kind} {label}")
+        twins = sum(drawing.name == name or drawing.name.startswith(f"{name}--") for drawing in drawings)
+        drawings.append(Drawing(f"{name}--{twins + 1}" if twins else name, direction, kind, ax))
+
+    for direction in dict.fromkeys(report.direction for report in reports):
+        group = [row for row in rows if row[1].direction == direction]
+        names, ours = [label for label, _ in group], [report for _, report in group]
+        add(direction, "recall", "", plots.uncertainty_recall(ours, labels=names))
+        add(direction, "risk", "", plots.risk_coverage(ours, labels=names))
+        for item in known:
+            if item.direction == direction:
+                ax = plots.uncertainty_vs_truth(
+                    item.uncertainty, item.truth, score=item.score, truth_name=item.name, label=item.adapter
+                )
+                add(direction, "known", item.adapter, ax)
+        for label, report in group:
+            if report.reliability is not None:
+                add(direction, "reliability", label, plots.reliability(report, label=label))
+    return drawings
+
+
+def _labelled(reports: Sequence[CalibrationReport], labels: Sequence[str] | None) -> list[Row]:
+    if not reports:
+        raise InputError("a report page expected at least one report, got none; run grove-adapters evaluate first")
+    names = [report.adapter or "report" for report in reports] if labels is None else list(labels)
+    _checks.same_rows(len(reports), len(names), what="reports and their labels")
+    return list(zip(names, reports, strict=True))
+
+
+def _figures(drawings: Sequence[Drawing], width: str) -> str:
+    figures = "\n".join(f"<figure>{svg(drawing)}</figure>" for drawing in drawings)
+    return f'<div class="plots {width}">\n{figures}\n</div>' if drawings else ""
+
+
+def svg(drawing: Drawing) -> str:
+    """A figure as inline SVG, whose ink, paper and leading colours follow the page's light or dark theme."""
     import matplotlib
 
-    title = ax.get_title(loc="left")
-    drawing = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
-        ax.figure.savefig(drawing, format="svg", transparent=True, metadata={"Date": None})
-    text = drawing.getvalue()
+    title = drawing.ax.get_title(loc="left")
+    written = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": drawing.name}):
+        drawing.canvas.savefig(written, format="svg", transparent=True, metadata={"Date": None})
+    text = written.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     # ids are local to a drawing, but the page holds several
-    text = re.sub(r'((?:id="|href="#|url\(#))', rf"\1{_slug(title)}-", text)
+    text = re.sub(r'((?:id="|href="#|url\(#))', rf"\1{drawing.name}-", text)
     for colour, name in _THEMED.items():
         text = re.sub(colour, name, text, flags=re.IGNORECASE)
     return text.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1).strip()
@@ -330,10 +408,10 @@ def _how_to_read(reports: Sequence[CalibrationReport], known: bool) -> str:
     )
 
 
-def _provenance(reports: Sequence[CalibrationReport]) -> str:
+def _provenance(rows: Sequence[Row]) -> str:
     blocks = "\n".join(
-        f"<details><summary>{escape(report.adapter or 'report')} {escape(report.direction)}</summary>"
+        f"<details><summary>{escape(label)} {escape(report.direction)}</summary>"
         f"<pre>{escape(json.dumps(_io.jsonable(report.provenance), indent=2, ensure_ascii=False))}</pre></details>"
-        for report in reports
+        for label, report in rows
     )
     return f"<h2>Provenance</h2>\n<p>How each result was made, as recorded in its report.</p>\n{blocks}"

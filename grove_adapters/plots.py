@@ -20,6 +20,7 @@ from grove_adapters.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
 
     from grove_adapters.calibration import CalibrationReport, Score
 
@@ -282,10 +283,12 @@ def _axes(ax: Axes | None) -> Axes:
 
 
 def _finish(ax: Axes, title: str) -> None:
-    ax.set_title(title, fontsize=10, color=INK, loc="left", pad=9, fontweight="bold")
+    heading = ax.set_title(title, fontsize=10, color=INK, loc="left", pad=9, fontweight="bold")
     for axis in (ax.xaxis, ax.yaxis):
         axis.label.set(fontsize=8.5, color=INK)
-    ax.legend(fontsize=8, frameon=True, framealpha=0.85, edgecolor="none", facecolor="white", labelcolor=INK)
+    legend = ax.legend(fontsize=8, framealpha=0.85, edgecolor="none", facecolor="white", labelcolor=INK)
+    for text in (heading, ax.xaxis.label, ax.yaxis.label, *legend.get_texts()):
+        text.set_parse_math(False)  # names come from outside, and a "$" in one is no formula
 
 
 def _with_score(label: str, report: CalibrationReport, name: str, symbol: str) -> str:
@@ -309,7 +312,7 @@ def _line(index: int) -> str | tuple[float, tuple[float, ...]]:
     return LINES[index % len(LINES)]
 
 
-def _density() -> object:
+def _density() -> Colormap:
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("density", ["#d6e6f2", COLOURS[0], "#00253d"])

@@ -1,0 +1,162 @@
+"""The demo: the whole path on the bundled world and the bundled model."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grove_adapters.config import Config
+from grove_adapters.pipeline.evaluation import Evaluation
+from grove_adapters.pipeline.run import evaluate_store
+
+if TYPE_CHECKING:
+    from grove_adapters.datasets.scenes import Scenes
+    from grove_adapters.extract import Records
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig(Config):
+    """How large the demo is.
+
+    Attributes:
+        scenes: Pictures, of which three fifths are fitted on and one fifth is asked about.
+        views: Augmentations of each picture and caption, for TTDA.
+        adapters: Adapters to compare.
+        resamples: Bootstrap resamples behind every interval.
+        examples: Queries of the last adapter shown in each direction.
+    """
+
+    scenes: int = 2000
+    views: int = 10
+    adapters: tuple[str, ...] = ("deterministic", "ttda", "grove")
+    resamples: int = 1000
+    examples: int = 12
+
+
+FULL = DemoConfig()
+SMOKE = DemoConfig(scenes=200, views=4, resamples=200)
+
+
+def demo(out: str | Path = "grove-demo", *, seed: int = 0, smoke: bool = False, progress: bool = True) -> Evaluation:
+    """The whole path on the bundled world and model: scenes, embeddings, adapters, retrieval, calibration, a page.
+
+    Writes `store/`, `adapters/`, `report.json`, `plots/*.png` and `report.html` under `out`. A store that is already
+    there and was made from the same scenes by the same model is used again.
+
+    Args:
+        out: Folder to write to.
+        seed: Address of every random number.
+        smoke: A small world, in seconds instead of minutes.
+        progress: Whether to say on standard error what happens, with progress bars.
+
+    Raises:
+        StoreError: `out` holds a store of other scenes, or cannot be written.
+    """
+    from grove_adapters.adapters import ADAPTERS, create_adapter
+    from grove_adapters.datasets.scenes import Scenes
+    from grove_adapters.datasets.tiny_clip import MODEL_NAME, PRETRAINED, load_tiny_clip
+    from grove_adapters.extract import OpenCLIPExtractor
+    from grove_adapters.store import EmbeddingStore
+
+    settings, out = (SMOKE if smoke else FULL), Path(out)
+
+    def say(sentence: str) -> None:
+        if progress:
+            print(sentence, file=sys.stderr, flush=True)
+
+    say(f"Describing {settings.scenes:,} scenes and what their captions mean")
+    scenes = Scenes.generate(settings.scenes, seed=seed)
+    model, preprocess, tokenizer = load_tiny_clip()
+    extractor = OpenCLIPExtractor(model, PRETRAINED, preprocess=preprocess, tokenizer=tokenizer, name=MODEL_NAME)
+    say(f"Drawing and embedding them with {extractor.source}, {settings.views} views each")
+    store = EmbeddingStore.build(
+        extractor,
+        scene_records(scenes),
+        out / "store",
+        views=settings.views,
+        seed=seed,
+        batch_size=256,
+        progress=progress,
+    )
+    if store.reused:
+        say(f"Using the store that is already at {store.path}")
+    train, validation = store.pairs("train"), store.pairs("validation")
+    parts = []
+    for name in settings.adapters:
+        adapter = create_adapter(name, **(ADAPTERS.get(name).small_settings() if smoke else {}))
+        say(f"Fitting {name} on {len(train):,} pairs")
+        adapter.fit(train, validation=validation, seed=seed, progress=progress).save(out / "adapters" / name)
+        say(f"Retrieving and calibrating with {name}")
+        parts.append(
+            evaluate_store(
+                adapter,
+                store,
+                "test",
+                resamples=settings.resamples,
+                seed=seed,
+                known="ambiguity",
+                examples=settings.examples if name == settings.adapters[-1] else 0,
+                picture=lambda image: _png(scenes, image),
+                progress=progress,
+            )
+        )
+    say("Drawing the report")
+    facts = {"world": f"{settings.scenes:,} scenes", "fitted on": f"{len(train):,} pairs", "seed": seed}
+    evaluation = Evaluation.join(parts)
+    evaluation = dataclasses.replace(evaluation, facts={**evaluation.facts, **facts})
+    evaluation.save(out / "report.json")
+    evaluation.write_plots(out / "plots")
+    evaluation.write_page(out / "report.html")
+    return evaluation
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """A scene that is drawn when its picture is asked for, also in another process."""
+
+    scene: Any
+    size: int
+
+    @property
+    def key(self) -> str:
+        """Text that changes whenever the picture does."""
+        return f"{self.scene!r} {self.size}"
+
+    def __call__(self) -> Any:
+        from grove_adapters.datasets.scenes import render_image
+
+        return render_image(self.scene, self.size)
+
+
+def scene_records(scenes: Scenes, *, size: int = 64) -> Records:
+    """Scenes as records to embed: pictures drawn on demand, captions, every true match, and the known ambiguities."""
+    from grove_adapters.extract import Caption, Record, Records
+
+    per_image = scenes.captions_per_image
+    captions = [
+        Caption(text, name, {"ambiguity": float(ambiguity), "level": int(level)})
+        for text, name, ambiguity, level in zip(
+            scenes.texts, scenes.text_ids, scenes.caption_ambiguity, scenes.caption_level, strict=True
+        )
+    ]
+    records = [
+        Record(
+            scenes.image_ids[row],
+            _Drawing(scenes.scene(row), size),
+            captions[row * per_image : (row + 1) * per_image],
+            str(scenes.split[row]),
+            columns={"ambiguity": float(scenes.image_ambiguity[row])},
+        )
+        for row in range(len(scenes))
+    ]
+    return Records(records, positives=scenes.positives)
+
+
+def _png(scenes: Scenes, name: str, size: int = 160) -> bytes:
+    drawing = io.BytesIO()
+    scenes.image(scenes.image_ids.index(name), size).save(drawing, "PNG", optimize=True)
+    return drawing.getvalue()
