@@ -156,7 +156,7 @@ class HFTokenize:
             return_tensors="pt",
         )
         truncated = output["attention_mask"].all(1).numpy().copy()  # full rows: cut, or of exactly this length
-        for row in np.flatnonzero(truncated):
+        for row in np.flatnonzero(truncated).tolist():
             whole = self._tokenizer(texts[row], truncation=False, verbose=False)["input_ids"]
             truncated[row] = len(whole) > self._length
         return Tokens({name: output[name] for name in self._names}, truncated)

@@ -6,6 +6,7 @@ a run that starts again at any row continues with the very numbers an undisturbe
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -160,7 +161,7 @@ def embed_from(
     rows = max(1, batch_size // (1 + views))
     edges = [start, *range((start // rows + 1) * rows, len(stage), rows), len(stage)]
     loader = torch.utils.data.DataLoader(
-        _Batches(stage, list(zip(edges[:-1], edges[1:], strict=True))),
+        _Batches(stage, list(itertools.pairwise(edges))),
         batch_size=None,
         num_workers=num_workers,
         worker_init_fn=_leave_interrupts_to_parent,

@@ -86,10 +86,12 @@ class OpenCLIPExtractor(TorchExtractor):
         )
 
     def _image_features(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self.model.encode_image(pixels, **_unnormalised(self.model.encode_image))  # type: ignore[operator]
+        encode: Any = self.model.encode_image
+        return encode(pixels, **_unnormalised(encode))
 
     def _text_features(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.model.encode_text(inputs["text"], **_unnormalised(self.model.encode_text))  # type: ignore[operator]
+        encode: Any = self.model.encode_text
+        return encode(inputs["text"], **_unnormalised(encode))
 
 
 class OpenCLIPTokenize:
@@ -113,7 +115,7 @@ class OpenCLIPTokenize:
         """Tokens of `texts`, each padded or cut to the model's context."""
         tokens = self._tokenizer(list(texts))
         truncated = (tokens[:, -1] != self._padding).numpy().copy()  # full rows: cut, or of exactly this length
-        for row in np.flatnonzero(truncated):
+        for row in np.flatnonzero(truncated).tolist():
             truncated[row] = self._is_longer(texts[row])
         return Tokens({"text": tokens}, truncated)
 

@@ -75,7 +75,7 @@ class Record:
                 )
             if not caption.text.strip():
                 raise InputError(
-                    f"caption {name!r} of image {self.id!r}: expected some text, got a blank; correct it or leave it out"
+                    f"caption {name!r} of image {self.id!r}: expected some text, got a blank; leave it out"
                 )
             captions.append(replace(caption, id=name))
         object.__setattr__(self, "captions", tuple(captions))

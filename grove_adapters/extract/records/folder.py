@@ -64,9 +64,7 @@ def read_folder(path: str | Path, images: str | Path | None = None, *, split: st
         for place, item in enumerate(texts):
             id = f"{caption_id}#{place}" if caption_id and len(texts) > 1 else caption_id
             gathered.append(Caption(item, id, columns))
-    return Records(
-        [Record(id, root / file, captions[id], part, label) for id, (file, part, label) in facts.items()]
-    )
+    return Records([Record(id, root / file, captions[id], part, label) for id, (file, part, label) in facts.items()])
 
 
 def find_table(path: str | Path) -> Path:

@@ -39,7 +39,7 @@ def read_records(
     kind = recognise(path) if format == "auto" else format
     if kind == "webdataset":
         if images is not None:
-            raise InputError(f"webdataset shards hold their pictures themselves, got images={str(images)!r}; leave it out")
+            raise InputError(f"webdataset shards hold their pictures, got images={str(images)!r}; leave it out")
         return read_webdataset(path, split=split)
     if kind == "folder":
         return read_folder(path, images, split=split)
@@ -74,6 +74,6 @@ def recognise(path: Path) -> str:
         levels = row.get("captions", row.get("positive"))
         return "hierarcaps" if "image_url" in row and isinstance(levels, str) and ARROW in levels else "folder"
     raise UnreadableError(
-        f"expected a captions file of a known format ({', '.join(FORMATS[1:])}) at {path}, got something else; name the "
-        "format"
+        f"expected a captions file of a known format ({', '.join(FORMATS[1:])}) at {path}, got something else; "
+        "name the format"
     )

@@ -45,9 +45,9 @@ def _read_jsonl(path: Path, handle: IO[str]) -> Iterator[tuple[int, dict[str, An
         try:
             row = json.loads(text)
         except json.JSONDecodeError as error:
-            raise UnreadableError(f"{path} line {line}: expected one JSON object, got {text[:60]!r} ({error})") from error
+            raise _no_object(path, line, text) from error
         if not isinstance(row, dict):
-            raise UnreadableError(f"{path} line {line}: expected one JSON object, got {text[:60]!r}")
+            raise _no_object(path, line, text)
         yield line, row
 
 
@@ -62,7 +62,11 @@ def _read_csv(path: Path, handle: IO[str], whole: Collection[str]) -> Iterator[t
             fields = [*fields[: len(header) - 1], separator.join(fields[len(header) - 1 :])]
         if len(fields) != len(header):
             raise UnreadableError(
-                f"{path} line {reader.line_num}: expected {len(header)} fields ({', '.join(header)}), got {len(fields)}; "
-                f"put fields that contain {separator!r} in double quotes"
+                f"{path} line {reader.line_num}: expected {len(header)} fields ({', '.join(header)}), got "
+                f"{len(fields)}; put fields that contain {separator!r} in double quotes"
             )
         yield reader.line_num, dict(zip(header, fields, strict=True))
+
+
+def _no_object(path: Path, line: int, text: str) -> UnreadableError:
+    return UnreadableError(f"{path} line {line}: expected one JSON object, got {text[:60]!r}; correct that line")

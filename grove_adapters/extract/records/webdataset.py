@@ -63,8 +63,8 @@ def _read_shard(shard: Path, samples: dict[str, dict[str, Any]]) -> None:
                     continue
                 if kind in sample:
                     raise UnreadableError(
-                        f"{shard}: expected one {kind} for the key {stem!r}, got a second one in {member.name}; keys must "
-                        "be unique over all shards"
+                        f"{shard}: expected one {kind} for the key {stem!r}, got a second one in {member.name}; keys "
+                        "must be unique over all shards"
                     )
                 sample[kind] = content
     except FileNotFoundError as error:
@@ -85,5 +85,7 @@ def _captions(key: str, sample: dict[str, Any]) -> list[Any]:
         content = json.loads(sample["json"])
         found = content["captions"] if "captions" in content else content.get("caption", [])
     except (json.JSONDecodeError, TypeError, AttributeError) as error:
-        raise UnreadableError(f"expected a JSON object in {key}.json of the shards, got {sample['json'][:60]!r}") from error
+        raise UnreadableError(
+            f"expected a JSON object in {key}.json of the shards, got {sample['json'][:60]!r}; correct it"
+        ) from error
     return list(found) if isinstance(found, list) else [found]

@@ -1,0 +1,394 @@
+"""From an extractor and records to a store, in a way that a kill at any moment only interrupts."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from grove_adapters import _checks
+from grove_adapters.embeddings import Modality, Source
+from grove_adapters.errors import (
+    GroveAdaptersError,
+    InputError,
+    InputTypeError,
+    NumericalError,
+    SourceMismatchError,
+    StoreError,
+    UnreadableError,
+)
+from grove_adapters.extract.base import Extractor
+from grove_adapters.extract.loop import Embedded, ImageStage, Stage, TextStage, default_workers, embed_from
+from grove_adapters.extract.records import Caption, Record, Records
+from grove_adapters.extract.views import RECIPE
+from grove_adapters.store.files import RowFile, column_array, copy_rows, open_array
+from grove_adapters.store.finishing import Contents, finish, order_by_split, put_in_place, sync_folder
+from grove_adapters.store.journal import Journal
+from grove_adapters.store.lock import StoreLock, locked
+from grove_adapters.store.manifest import Manifest, difference, partial_folder
+
+logger = logging.getLogger(__name__)
+
+COMMIT_SECONDS = 2.0
+"""How much work a kill may cost."""
+
+BUILT_COLUMNS = {"image": ("label", "path"), "text": ("text", "truncated")}
+"""Columns that a build adds by itself."""
+
+
+def build(
+    extractor: Extractor,
+    records: Records | Sequence[Record],
+    path: Path,
+    *,
+    views: int,
+    seed: int,
+    batch_size: int,
+    num_workers: int | None,
+    on_error: Literal["raise", "skip"],
+    dtype: Literal["float32", "float16"],
+    progress: bool,
+) -> bool:
+    """Embed `records` into the store at `path`; see `EmbeddingStore.build`.
+
+    Returns:
+        True where the store was there already, made by the same model from the same records with the same settings.
+    """
+    if not isinstance(extractor, Extractor):
+        raise InputTypeError(
+            f"build expected an extractor with source, device, preprocess, tokenize, embed_images and embed_texts, got "
+            f"{type(extractor).__name__}; use OpenCLIPExtractor or HFExtractor"
+        )
+    _checks.choice(on_error, ("raise", "skip"), what="on_error")
+    _checks.choice(dtype, ("float32", "float16"), what="dtype")
+    _checks.count(batch_size, what="batch_size")
+    workers = default_workers() if num_workers is None else _checks.count(num_workers, what="num_workers", at_least=0)
+    plan = _Plan(records, extractor.source, _checks.count(views, what="views", at_least=0), seed, dtype)
+    partial = partial_folder(path)
+    if _is_there(path, plan) and not partial.exists():
+        return True  # without a lock, so that a read-only store can be reused
+    with locked(path) as lock:
+        if _is_there(path, plan):
+            shutil.rmtree(partial, ignore_errors=True)  # a kill between the rename and the end of the build
+            return True
+        run = _Run(plan, extractor, partial, lock, batch_size, workers, on_error, progress)
+        put_in_place(run.to_end(), path)
+        shutil.rmtree(partial, ignore_errors=True)
+    return False
+
+
+def _is_there(path: Path, plan: _Plan) -> bool:
+    """Whether the planned store stands at `path`; anything else in the way is refused."""
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return False
+    _refuse_other(Manifest.read(path), plan, path)
+    return True
+
+
+class _Plan:
+    """What will be embedded, in the order of the store's rows: images by split, captions by image."""
+
+    def __init__(self, records: Records | Sequence[Record], source: Source, views: int, seed: int, dtype: str) -> None:
+        self.source = source
+        self.views = views
+        self.seed = seed
+        self.dtype = dtype
+        records = records if isinstance(records, Records) else Records(records)
+        order = order_by_split(records.splits)
+        self.images: list[Record] = [records[row] for row in order]
+        self.captions: list[Caption] = [caption for image in self.images for caption in image.captions]  # type: ignore[misc]
+        self.owners = np.repeat(np.arange(len(order)), [len(image.captions) for image in self.images])
+        self.positives = self._positives(records, order)
+        for modality, columns in (("image", _image_columns(self.images)), ("text", _columns(self.captions, "text"))):
+            for name, values in columns.items():
+                column_array(values, what=f"{modality} column {name!r}")  # refused now rather than hours later
+        self.recipe = {
+            "records": records.fingerprint,
+            "images": len(self.images),
+            "captions": len(self.captions),
+            "views": views,
+            "view seed": seed if views else None,
+            "dtype": dtype,
+        }
+
+    def _positives(self, records: Records, order: np.ndarray) -> np.ndarray:
+        """The records' positives in rows of the plan."""
+        counts = np.array([len(record.captions) for record in records])
+        starts = np.cumsum(counts) - counts
+        captions = np.concatenate([np.arange(starts[row], starts[row] + counts[row]) for row in order])
+        return np.stack([np.argsort(order)[records.positives[:, 0]], np.argsort(captions)[records.positives[:, 1]]], 1)
+
+
+@dataclass
+class _Done:
+    """What the journal knows about one modality."""
+
+    rows: int = 0
+    failed: dict[int, str] = field(default_factory=dict)
+    truncated: list[int] = field(default_factory=list)
+
+
+class _Run:
+    """One attempt to bring an unfinished build to its end."""
+
+    def __init__(
+        self,
+        plan: _Plan,
+        extractor: Extractor,
+        partial: Path,
+        lock: StoreLock,
+        batch_size: int,
+        num_workers: int,
+        on_error: str,
+        progress: bool,
+    ) -> None:
+        self.plan = plan
+        self.extractor = extractor
+        self.partial = partial
+        self.folder = partial / "store"
+        self.lock = lock
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.on_error = on_error
+        self.progress = progress
+        self.journal = Journal(partial / "journal.jsonl")
+        self.done: dict[str, _Done] = {"image": _Done(), "text": _Done()}
+        self.dim = int(extractor.embed_texts(["a"]).shape[1])
+
+    def to_end(self) -> Path:
+        """Embed what is missing and return the folder of the finished store."""
+        with _full_disk_is_a_sentence(self.partial):
+            self._continue_or_begin()
+            plan = self.plan
+            self._embed("image", ImageStage(plan.images, self.extractor.preprocess, plan.views, plan.seed))
+            if len(self.done["image"].failed) == len(plan.images):
+                shutil.rmtree(self.partial)
+                reason = self.done["image"].failed[0]
+                raise UnreadableError(f"expected readable images, got none among {len(plan.images)} ({reason})")
+            if plan.captions:
+                self._embed("text", TextStage(plan.captions, self.extractor.tokenize, plan.views, plan.seed))
+            return self._finish()
+
+    def _continue_or_begin(self) -> None:
+        plan = {"source": self.plan.source.to_dict(), "recipe": self.plan.recipe}
+        entries = self.journal.read()
+        if not entries:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            self.journal.append(plan)
+            sync_folder(self.partial)
+            sync_folder(self.partial.parent)
+            return
+        _refuse_other(
+            _Unfinished(Source.from_dict(entries[0]["source"]), entries[0]["recipe"]), self.plan, self.partial
+        )
+        for entry in entries[1:]:
+            done = self.done[entry["modality"]]
+            done.rows = entry["rows"]
+            done.failed.update({int(row): reason for row, reason in entry["failed"].items()})
+            done.truncated.extend(entry["truncated"])
+        logger.info(
+            "continuing %s after %d images and %d captions",
+            self.partial,
+            self.done["image"].rows,
+            self.done["text"].rows,
+        )
+
+    def _embed(self, modality: Modality, stage: Stage) -> None:
+        """Append the embeddings of every row that is not there yet, and note them in the journal."""
+        done = self.done[modality]
+        if self.on_error == "raise" and done.failed:
+            raise UnreadableError(
+                f"{next(iter(done.failed.values()))} was skipped by the unfinished build in {self.partial}; continue "
+                "with on_error='skip', or delete that folder to try the image again"
+            )
+        if done.rows == len(stage):
+            return
+        n, views = len(stage), self.plan.views
+        bar = tqdm(
+            total=n, initial=done.rows, desc=f"{modality}s → {self.plan.source}", unit={"image": "img", "text": "txt"}[modality],
+            disable=not self.progress, dynamic_ncols=True,
+        )  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(self._file(f"{modality}.npy", (n, self.dim), done.rows))]
+            if views:
+                files.append(stack.enter_context(self._file(f"{modality}.views.npy", (n, views, self.dim), done.rows)))
+            stack.enter_context(bar)
+            pending = _Done(rows=done.rows)
+            committed = time.monotonic()
+            try:
+                for batch in embed_from(
+                    done.rows,
+                    stage,
+                    self.extractor,
+                    batch_size=self.batch_size,
+                    views=views,
+                    num_workers=self.num_workers,
+                ):
+                    block = np.zeros((batch.stop - pending.rows, 1 + views, self.dim), dtype=self.plan.dtype)
+                    block[batch.rows - pending.rows] = self._checked(modality, batch)
+                    files[0].append(block[:, 0])
+                    if views:
+                        files[1].append(block[:, 1:])
+                    bar.update(batch.stop - pending.rows)
+                    pending = _Done(  # in one piece: Ctrl-C may come between any two lines
+                        batch.stop, {**pending.failed, **batch.failed}, [*pending.truncated, *batch.truncated]
+                    )
+                    if time.monotonic() - committed > COMMIT_SECONDS:
+                        pending = self._commit(modality, files, pending)
+                        committed = time.monotonic()
+            finally:  # an error or Ctrl-C keeps what is done
+                self._commit(modality, files, pending)
+
+    def _file(self, name: str, shape: tuple[int, ...], rows: int) -> RowFile:
+        return RowFile(self.folder / name, shape, self.plan.dtype, rows=rows)
+
+    def _commit(self, modality: Modality, files: list[RowFile], pending: _Done) -> _Done:
+        """Data first, then the journal's word for it."""
+        done = self.done[modality]
+        if pending.rows > done.rows:
+            for file in files:
+                file.sync()
+            facts = {"rows": pending.rows, "failed": pending.failed, "truncated": pending.truncated}
+            self.journal.append({"modality": modality, **facts})
+            done.rows = pending.rows
+            done.failed.update(pending.failed)
+            done.truncated.extend(pending.truncated)
+            self.lock.touch()
+        return _Done(rows=done.rows)
+
+    def _checked(self, modality: Modality, batch: Embedded) -> np.ndarray:
+        """The batch in the store's precision, unless it holds what no reader should meet."""
+        items: Any = self.plan.images if modality == "image" else self.plan.captions
+        for row, reason in batch.failed.items():
+            if self.on_error == "raise":
+                raise UnreadableError(
+                    f"image {items[row].id!r} cannot be read ({reason}); repair it, or leave such images out with "
+                    "on_error='skip'"
+                )
+        with np.errstate(over="ignore"):
+            values: np.ndarray = batch.values.astype(self.plan.dtype)
+        bad = ~np.isfinite(values).all(axis=(1, 2)) | ~values.any(axis=2).all(axis=1)
+        if bad.any():
+            raise NumericalError(
+                f"{self.plan.source} expected finite embeddings with a direction, got NaN, infinity or zeros for "
+                f"{modality} {items[batch.rows[bad.argmax()]].id!r}; try precision='fp32' and dtype='float32'"
+            )
+        return values
+
+    def _finish(self) -> Path:
+        """Leave out the skipped rows and write the rest of the store."""
+        plan, failed = self.plan, self.done["image"].failed
+        keep = np.ones(len(plan.images), dtype=bool)
+        keep[list(failed)] = False
+        keep_text = keep[plan.owners]
+        self._leave_out("image", keep)
+        self._leave_out("text", keep_text)
+        images = [image for image, kept in zip(plan.images, keep, strict=True) if kept]
+        captions = [caption for caption, kept in zip(plan.captions, keep_text, strict=True) if kept]
+        new_image, new_text = np.cumsum(keep) - 1, np.cumsum(keep_text) - 1
+        positives = plan.positives[keep[plan.positives[:, 0]] & keep_text[plan.positives[:, 1]]]
+        truncated = np.isin(np.arange(len(plan.captions)), self.done["text"].truncated)[keep_text]
+        skipped = [{"modality": "image", "id": plan.images[row].id, "reason": failed[row]} for row in sorted(failed)]
+        skipped += [
+            {"modality": "text", "id": caption.id, "reason": f"image {plan.images[owner].id!r} was skipped"}
+            for caption, owner, kept in zip(plan.captions, plan.owners, keep_text, strict=True)
+            if not kept
+        ]
+        if failed:
+            logger.warning("left out %d unreadable images and their captions; info() lists them", len(failed))
+        if truncated.any():
+            logger.warning("%d captions were longer than the context of %s and cut", truncated.sum(), plan.source)
+        finish(
+            self.folder,
+            Contents(
+                source=plan.source,
+                recipe=plan.recipe,
+                dim=self.dim,
+                dtype=plan.dtype,
+                ids={"image": [image.id for image in images], "text": [caption.id for caption in captions]},
+                splits=np.array([image.split for image in images]),
+                links=np.stack([new_image[plan.owners[keep_text]], np.arange(len(captions))], 1),
+                positives=np.stack([new_image[positives[:, 0]], new_text[positives[:, 1]]], 1),
+                columns={
+                    "image": _image_columns(images),
+                    "text": {
+                        "text": [caption.text for caption in captions],
+                        "truncated": truncated,
+                        **_columns(captions, "text"),
+                    },
+                },
+                views={"count": plan.views, "seed": plan.seed, "recipe": RECIPE} if plan.views else None,
+                skipped=skipped,
+                truncated=int(truncated.sum()),
+            ),
+        )
+        return self.folder
+
+    def _leave_out(self, modality: Modality, keep: np.ndarray) -> None:
+        """Rewrite the arrays without the rows that are not kept; does nothing the second time."""
+        if keep.all():
+            return
+        for name in (f"{modality}.npy", f"{modality}.views.npy"):
+            path = self.folder / name
+            if path.exists() and len(array := open_array(path)) == len(keep):
+                copy_rows(path, array, np.flatnonzero(keep), self.plan.dtype)
+
+
+@dataclass(frozen=True)
+class _Unfinished:
+    """What an unfinished build is of."""
+
+    source: Source
+    recipe: dict[str, Any]
+
+
+def _refuse_other(found: Manifest | _Unfinished, plan: _Plan, path: Path) -> None:
+    """Refuse to reuse or continue what another model, other records or other settings made."""
+    what = "the unfinished build" if isinstance(found, _Unfinished) else "the store"
+    advice = "choose another path, or delete it to build anew"
+    if found.source != plan.source:
+        raise SourceMismatchError(
+            f"{what} at {path} is of another source: {found.source.difference(plan.source)}; {advice}"
+        )
+    if dict(found.recipe) != plan.recipe:
+        raise StoreError(
+            f"{what} at {path} was made from something else: {difference(found.recipe, plan.recipe)}; {advice}"
+        )
+
+
+def _image_columns(images: list[Record]) -> dict[str, Any]:
+    columns = _columns(images, "image")
+    if any(image.label is not None for image in images):
+        columns["label"] = [image.label for image in images]
+    paths = [image.loader.path for image in images]
+    return {**columns, "path": paths} if any(paths) else columns
+
+
+def _columns(items: list[Any], modality: Modality) -> dict[str, Any]:
+    names = dict.fromkeys(name for item in items for name in item.columns)
+    for name in names:
+        if name in BUILT_COLUMNS[modality]:
+            raise InputError(f"{modality} column {name!r} is one that every store writes itself; rename yours")
+    return {name: [item.columns.get(name) for item in items] for name in names}
+
+
+@contextlib.contextmanager
+def _full_disk_is_a_sentence(partial: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, GroveAdaptersError):
+            raise
+        raise StoreError(
+            f"expected to write {partial}, got {error.strerror or error}; what is there stays: free some space and run "
+            "the same build again to continue"
+        ) from error
