@@ -104,11 +104,13 @@ class SparseGP(torch.nn.Module):
     def marginal(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q(g(x)): (B, D) mean less the constant, float32, and (B, 1) variance of every output, float64, no noise.
 
-        k(x, x) + r ᵀ(S − I) r, with r the features; a floor of the smallest jitter keeps rounding from making it ≤ 0.
+        k(x, x) + r ᵀ(S − I) r, with r the features. Float64 is kept for the difference, where digits cancel; the rest
+        is float32. A floor of the smallest jitter keeps rounding from making it ≤ 0.
         """
-        spread = features @ self.root.tril().double()
-        variance = self.kernel.scale - features.square().sum(1) + spread.square().sum(1)
-        return features.float() @ self.mean, variance.clamp_min(JITTERS[0] * self.kernel.scale.detach())[:, None]
+        single = features.float()
+        spread = (single @ self.root.tril()).square().sum(1)
+        variance = self.kernel.scale - features.square().sum(1) + spread
+        return single @ self.mean, variance.clamp_min(JITTERS[0] * self.kernel.scale.detach())[:, None]
 
     def divergence(self) -> torch.Tensor:
         """KL(q(u) ‖ p(u)), summed over the D outputs, in nats."""

@@ -42,7 +42,7 @@ def start(data: LinkedRows, latent_dim: int, seed: int, *, random: bool = False)
     Raises:
         InputError: All embeddings of one modality are equal.
     """
-    constants = {modality: torch.zeros(data.dim, dtype=torch.float64) for modality in MODALITIES}
+    constants: dict[str, torch.Tensor] = {name: torch.zeros(data.dim, dtype=torch.float64) for name in MODALITIES}
     for _, batch in data.sweep():
         for modality, values in batch.items():
             constants[modality] += values.double().sum(0).cpu() / len(data)
@@ -52,7 +52,7 @@ def start(data: LinkedRows, latent_dim: int, seed: int, *, random: bool = False)
     for rows in np.array_split(sample, math.ceil(len(sample) / 4096)):
         joint = _joint(data.fetch(rows), constants)
         covariance += (joint.T @ joint).double() / len(sample)
-    variances = {}
+    variances: dict[str, float] = {}
     for place, modality in enumerate(MODALITIES):
         block = covariance.diagonal()[place * data.dim : (place + 1) * data.dim]
         variances[modality] = float(block.mean())

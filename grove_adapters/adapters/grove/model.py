@@ -9,8 +9,11 @@ from typing import Any
 import torch
 
 from grove_adapters.adapters.grove.data import LinkedRows
-from grove_adapters.adapters.grove.gp import SparseGP
+from grove_adapters.adapters.grove.gp import SparseGP, cholesky
 from grove_adapters.embeddings import MODALITIES
+
+Marginal = tuple[torch.Tensor, torch.Tensor]
+"""(B, D) mean less the constant and (B, 1) variance, as `SparseGP.marginal` gives them."""
 
 
 class Decoders(torch.nn.Module):
@@ -83,8 +86,8 @@ class NaturalGradient(torch.optim.Optimizer):
 
     Given the other modality the objective is quadratic in m with curvature T = I + (N/B) Σ τₙ rₙ rₙᵀ, kept as a running
     mean over minibatches, and m takes a share of a Newton step: m ← m − ρ T⁻¹ ∇. The factor F of S takes the
-    natural-gradient step in its own coordinates, F ← F (I − ρ G / (1 + κ)) with G the lower triangle of Fᵀ ∇_F, diagonal
-    halved. The Fisher metric does not know the alignment, whose curvature is bounded by κ: without it a strong
+    natural-gradient step in its own coordinates, F ← F (I − ρ G / (1 + κ)) with G the lower triangle of Fᵀ ∇_F and its
+    diagonal halved. The Fisher metric does not know the alignment, whose curvature is bounded by κ: without it a strong
     alignment makes the two S swing against each other. The step is cut to norm 1/2, so S stays positive definite.
     ρ = rate · min(1, B / M).
 
@@ -126,24 +129,26 @@ class NaturalGradient(torch.optim.Optimizer):
         """
         batch, n_inducing = features.shape
         scale = self._n_rows / batch
-        curvature = scale * (features.T * mean_weights) @ features
+        features = features.float()
+        curvature = ((features.T * (scale * mean_weights).float()) @ features).double()
         curvature.diagonal().add_(1)
         self._share = self._rate * min(1.0, batch / n_inducing)
         if modality in self._curvature:
             self._curvature[modality].lerp_(curvature, self._share)
         else:
             self._curvature[modality] = curvature
-        spread = features @ self._gps[modality].root.tril().double() / variance.sqrt()
+        spread = features @ self._gps[modality].root.tril() / variance.sqrt().float()
         # ∂ log v / ∂E = 2 h hᵀ / v in local coordinates; a largest eigenvalue is at most the largest row sum
-        self._stiffness[modality] = float(4 * scale * ((spread @ spread.T).square() @ variance_weights).max())
+        self._stiffness[modality] = float(4 * scale * ((spread @ spread.T).square() @ variance_weights.float()).max())
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One step from the gradients of the objective per link and dimension."""
         for modality, gp in self._gps.items():
-            assert gp.mean.grad is not None and gp.root.grad is not None
-            factor = torch.linalg.cholesky(self._curvature[modality]).float()
-            newton = torch.cholesky_solve(gp.mean.grad, factor)
+            assert gp.mean.grad is not None
+            assert gp.root.grad is not None
+            factor, _ = cholesky(self._curvature[modality], what=f"{modality} curvature of the variational means")
+            newton = torch.cholesky_inverse(factor).float() @ gp.mean.grad
             gp.mean.sub_(newton, alpha=self._share * self._n_rows * gp.dim)
             root = gp.root.tril()
             local = (root.T @ gp.root.grad.tril()).tril_()
@@ -193,32 +198,40 @@ class Objective:
         self._gap = gap if align_constants else torch.zeros_like(gap)
 
     def __call__(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Terms of one minibatch; everything but the loss in nats per link, summed over dimensions."""
-        batch = self._data.fetch(rows)
+        """Terms of one minibatch of links; everything but the loss in nats per link, summed over dimensions."""
         x = self._latents(rows.to(self._latents.weight.device))
-        likelihood, divergence, features, marginals = x.new_zeros(()), x.new_zeros(()), {}, {}
-        for modality, gp in self._decoders.gps.items():
-            features[modality] = gp.features(x, gp.factor())
-            marginals[modality] = gp.marginal(features[modality])
-            deviation = batch[modality] - gp.constant
-            likelihood = likelihood + expected_log_likelihood(deviation, *marginals[modality], gp.noise).mean()
-            divergence = divergence + gp.divergence() / len(self._data)
-        (mean_i, variance_i), (mean_t, variance_t) = (marginals[modality] for modality in MODALITIES)
-        alignment = symmetric_kl(mean_i + self._gap, variance_i, mean_t, variance_t).mean()
+        features, marginals = self._marginals(x)
         self._observe(features, marginals)
-        prior = 0.5 * x.double().square().sum(1).mean() if self._prior else x.new_zeros(())
-        total = divergence - likelihood + prior + self._alignment * alignment
-        return {
-            "loss": total / self._data.dim,
-            "log_likelihood": likelihood,
-            "divergence": divergence,
-            "alignment": alignment,
-        }
+        terms = self._terms(x, self._data.fetch(rows), marginals)
+        divergence = (self._decoders.image.divergence() + self._decoders.text.divergence()) / len(self._data)
+        terms["loss"] = terms["loss"] + divergence / self._data.dim
+        return {**terms, "divergence": divergence}
 
     @torch.no_grad()
-    def _observe(
-        self, features: dict[str, torch.Tensor], marginals: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
+    def held_out(self, x: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> float:
+        """The same loss for links that were not fitted, at given latents; KL(q(u) ‖ p(u)) belongs to the fit alone."""
+        return float(self._terms(x, batch, self._marginals(x)[1])["loss"])
+
+    def _marginals(self, x: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, Marginal]]:
+        features = {modality: gp.features(x, gp.factor()) for modality, gp in self._decoders.gps.items()}
+        return features, {modality: gp.marginal(features[modality]) for modality, gp in self._decoders.gps.items()}
+
+    def _terms(
+        self, x: torch.Tensor, batch: Mapping[str, torch.Tensor], marginals: Mapping[str, Marginal]
+    ) -> dict[str, torch.Tensor]:
+        likelihood = x.new_zeros(())
+        for modality, gp in self._decoders.gps.items():
+            deviation = batch[modality] - gp.constant
+            likelihood = likelihood + expected_log_likelihood(deviation, *marginals[modality], gp.noise).mean()
+        (mean_i, variance_i), (mean_t, variance_t) = (marginals[modality] for modality in MODALITIES)
+        alignment = symmetric_kl(mean_i + self._gap, variance_i, mean_t, variance_t).mean()
+        total = self._alignment * alignment - likelihood
+        if self._prior:
+            total = total + 0.5 * x.double().square().sum(1).mean()
+        return {"loss": total / mean_i.shape[1], "log_likelihood": likelihood, "alignment": alignment}
+
+    @torch.no_grad()
+    def _observe(self, features: Mapping[str, torch.Tensor], marginals: Mapping[str, Marginal]) -> None:
         (mean_i, variance_i), (mean_t, variance_t) = (marginals[modality] for modality in MODALITIES)
         gap = (mean_i + self._gap - mean_t).square().mean(1)
         coupling = 0.5 * self._alignment * (1 / variance_i + 1 / variance_t)[:, 0]
