@@ -18,30 +18,26 @@ from grove_adapters import _checks
 from grove_adapters.embeddings import Modality, Source
 from grove_adapters.errors import (
     GroveAdaptersError,
-    InputError,
     InputTypeError,
     NumericalError,
-    SourceMismatchError,
     StoreError,
     UnreadableError,
 )
 from grove_adapters.extract.base import Extractor
 from grove_adapters.extract.loop import Embedded, ImageStage, Stage, TextStage, default_workers, embed_from
-from grove_adapters.extract.records import Caption, Record, Records
+from grove_adapters.extract.records import Record, Records
 from grove_adapters.extract.views import RECIPE
-from grove_adapters.store.files import RowFile, column_array, copy_rows, open_array
-from grove_adapters.store.finishing import Contents, finish, order_by_split, put_in_place, sync_folder
+from grove_adapters.store.files import RowFile, copy_rows, open_array
+from grove_adapters.store.finishing import Contents, finish, put_in_place, sync_folder
 from grove_adapters.store.journal import Journal
 from grove_adapters.store.lock import StoreLock, locked
-from grove_adapters.store.manifest import Manifest, difference, partial_folder
+from grove_adapters.store.manifest import Manifest, partial_folder
+from grove_adapters.store.plan import Plan, Unfinished, caption_columns, image_columns, refuse_other
 
 logger = logging.getLogger(__name__)
 
 COMMIT_SECONDS = 2.0
 """How much work a kill may cost."""
-
-BUILT_COLUMNS = {"image": ("label", "path"), "text": ("text", "truncated")}
-"""Columns that a build adds by itself."""
 
 
 def build(
@@ -71,7 +67,7 @@ def build(
     _checks.choice(dtype, ("float32", "float16"), what="dtype")
     _checks.count(batch_size, what="batch_size")
     workers = default_workers() if num_workers is None else _checks.count(num_workers, what="num_workers", at_least=0)
-    plan = _Plan(records, extractor.source, _checks.count(views, what="views", at_least=0), seed, dtype)
+    plan = Plan(records, extractor.source, _checks.count(views, what="views", at_least=0), seed, dtype)
     partial = partial_folder(path)
     if _is_there(path, plan) and not partial.exists():
         return True  # without a lock, so that a read-only store can be reused
@@ -85,46 +81,12 @@ def build(
     return False
 
 
-def _is_there(path: Path, plan: _Plan) -> bool:
+def _is_there(path: Path, plan: Plan) -> bool:
     """Whether the planned store stands at `path`; anything else in the way is refused."""
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return False
-    _refuse_other(Manifest.read(path), plan, path)
+    refuse_other(Manifest.read(path), plan, path)
     return True
-
-
-class _Plan:
-    """What will be embedded, in the order of the store's rows: images by split, captions by image."""
-
-    def __init__(self, records: Records | Sequence[Record], source: Source, views: int, seed: int, dtype: str) -> None:
-        self.source = source
-        self.views = views
-        self.seed = seed
-        self.dtype = dtype
-        records = records if isinstance(records, Records) else Records(records)
-        order = order_by_split(records.splits)
-        self.images: list[Record] = [records[row] for row in order]
-        self.captions: list[Caption] = [caption for image in self.images for caption in image.captions]  # type: ignore[misc]
-        self.owners = np.repeat(np.arange(len(order)), [len(image.captions) for image in self.images])
-        self.positives = self._positives(records, order)
-        for modality, columns in (("image", _image_columns(self.images)), ("text", _columns(self.captions, "text"))):
-            for name, values in columns.items():
-                column_array(values, what=f"{modality} column {name!r}")  # refused now rather than hours later
-        self.recipe = {
-            "records": records.fingerprint,
-            "images": len(self.images),
-            "captions": len(self.captions),
-            "views": views,
-            "view seed": seed if views else None,
-            "dtype": dtype,
-        }
-
-    def _positives(self, records: Records, order: np.ndarray) -> np.ndarray:
-        """The records' positives in rows of the plan."""
-        counts = np.array([len(record.captions) for record in records])
-        starts = np.cumsum(counts) - counts
-        captions = np.concatenate([np.arange(starts[row], starts[row] + counts[row]) for row in order])
-        return np.stack([np.argsort(order)[records.positives[:, 0]], np.argsort(captions)[records.positives[:, 1]]], 1)
 
 
 @dataclass
@@ -141,7 +103,7 @@ class _Run:
 
     def __init__(
         self,
-        plan: _Plan,
+        plan: Plan,
         extractor: Extractor,
         partial: Path,
         lock: StoreLock,
@@ -187,9 +149,7 @@ class _Run:
             sync_folder(self.partial)
             sync_folder(self.partial.parent)
             return
-        _refuse_other(
-            _Unfinished(Source.from_dict(entries[0]["source"]), entries[0]["recipe"]), self.plan, self.partial
-        )
+        refuse_other(Unfinished(Source.from_dict(entries[0]["source"]), entries[0]["recipe"]), self.plan, self.partial)
         for entry in entries[1:]:
             done = self.done[entry["modality"]]
             done.rows = entry["rows"]
@@ -214,9 +174,13 @@ class _Run:
             return
         n, views = len(stage), self.plan.views
         bar = tqdm(
-            total=n, initial=done.rows, desc=f"{modality}s → {self.plan.source}", unit={"image": "img", "text": "txt"}[modality],
-            disable=not self.progress, dynamic_ncols=True,
-        )  # fmt: skip
+            total=n,
+            initial=done.rows,
+            desc=f"{modality}s → {self.plan.source}",
+            unit={"image": "img", "text": "txt"}[modality],
+            disable=not self.progress,
+            dynamic_ncols=True,
+        )
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context(self._file(f"{modality}.npy", (n, self.dim), done.rows))]
             if views:
@@ -276,7 +240,8 @@ class _Run:
                 )
         with np.errstate(over="ignore"):
             values: np.ndarray = batch.values.astype(self.plan.dtype)
-        bad = ~np.isfinite(values).all(axis=(1, 2)) | ~values.any(axis=2).all(axis=1)
+        usable = np.isfinite(values).all(axis=2) & values.any(axis=2)
+        bad = ~np.all(usable, axis=1)
         if bad.any():
             raise NumericalError(
                 f"{self.plan.source} expected finite embeddings with a direction, got NaN, infinity or zeros for "
@@ -294,6 +259,7 @@ class _Run:
         self._leave_out("text", keep_text)
         images = [image for image, kept in zip(plan.images, keep, strict=True) if kept]
         captions = [caption for caption, kept in zip(plan.captions, keep_text, strict=True) if kept]
+        text_ids = [caption.id for caption in captions]
         new_image, new_text = np.cumsum(keep) - 1, np.cumsum(keep_text) - 1
         positives = plan.positives[keep[plan.positives[:, 0]] & keep_text[plan.positives[:, 1]]]
         truncated = np.isin(np.arange(len(plan.captions)), self.done["text"].truncated)[keep_text]
@@ -314,17 +280,13 @@ class _Run:
                 recipe=plan.recipe,
                 dim=self.dim,
                 dtype=plan.dtype,
-                ids={"image": [image.id for image in images], "text": [caption.id for caption in captions]},
+                ids={"image": [image.id for image in images]} | ({"text": text_ids} if text_ids else {}),
                 splits=np.array([image.split for image in images]),
                 links=np.stack([new_image[plan.owners[keep_text]], np.arange(len(captions))], 1),
                 positives=np.stack([new_image[positives[:, 0]], new_text[positives[:, 1]]], 1),
                 columns={
-                    "image": _image_columns(images),
-                    "text": {
-                        "text": [caption.text for caption in captions],
-                        "truncated": truncated,
-                        **_columns(captions, "text"),
-                    },
+                    "image": image_columns(images),
+                    "text": caption_columns(captions, truncated),
                 },
                 views={"count": plan.views, "seed": plan.seed, "recipe": RECIPE} if plan.views else None,
                 skipped=skipped,
@@ -341,44 +303,6 @@ class _Run:
             path = self.folder / name
             if path.exists() and len(array := open_array(path)) == len(keep):
                 copy_rows(path, array, np.flatnonzero(keep), self.plan.dtype)
-
-
-@dataclass(frozen=True)
-class _Unfinished:
-    """What an unfinished build is of."""
-
-    source: Source
-    recipe: dict[str, Any]
-
-
-def _refuse_other(found: Manifest | _Unfinished, plan: _Plan, path: Path) -> None:
-    """Refuse to reuse or continue what another model, other records or other settings made."""
-    what = "the unfinished build" if isinstance(found, _Unfinished) else "the store"
-    advice = "choose another path, or delete it to build anew"
-    if found.source != plan.source:
-        raise SourceMismatchError(
-            f"{what} at {path} is of another source: {found.source.difference(plan.source)}; {advice}"
-        )
-    if dict(found.recipe) != plan.recipe:
-        raise StoreError(
-            f"{what} at {path} was made from something else: {difference(found.recipe, plan.recipe)}; {advice}"
-        )
-
-
-def _image_columns(images: list[Record]) -> dict[str, Any]:
-    columns = _columns(images, "image")
-    if any(image.label is not None for image in images):
-        columns["label"] = [image.label for image in images]
-    paths = [image.loader.path for image in images]
-    return {**columns, "path": paths} if any(paths) else columns
-
-
-def _columns(items: list[Any], modality: Modality) -> dict[str, Any]:
-    names = dict.fromkeys(name for item in items for name in item.columns)
-    for name in names:
-        if name in BUILT_COLUMNS[modality]:
-            raise InputError(f"{modality} column {name!r} is one that every store writes itself; rename yours")
-    return {name: [item.columns.get(name) for item in items] for name in names}
 
 
 @contextlib.contextmanager

@@ -121,22 +121,23 @@ def column_array(values: Sequence[Any] | np.ndarray, *, what: str) -> np.ndarray
         InputTypeError: The values are of mixed or other types.
     """
     array = values if isinstance(values, np.ndarray) else np.array(values, dtype=object)
-    if array.ndim == 1 and array.dtype.kind in "biuf":
+    if array.ndim != 1:
+        raise InputTypeError(f"{what} expected one value a row, got shape {array.shape}; split it up")
+    if array.dtype.kind in "biuf":
         return array
-    items = array.tolist() if array.ndim == 1 else []
-    items = [item.item() if isinstance(item, np.generic) else item for item in items]
+    items = [item.item() if isinstance(item, np.generic) else item for item in array.tolist()]
     present = [item for item in items if item is not None and item == item]
-    if items and all(isinstance(item, str) for item in present):
+    if all(isinstance(item, str) for item in present):
         texts = np.empty(len(items), dtype=object)
         texts[:] = [item if isinstance(item, str) else "" for item in items]
         return texts
-    if items and all(isinstance(item, bool) for item in items):
+    if all(isinstance(item, bool) for item in items):
         return np.array(items, dtype=bool)
-    if items and all(isinstance(item, int | float) for item in present):
+    if all(isinstance(item, int | float) and not isinstance(item, bool) for item in present):
         whole = len(present) == len(items) and not any(isinstance(item, float) for item in items)
         return np.array([np.nan if item is None else item for item in items], dtype=np.int64 if whole else np.float64)
     kinds = sorted({type(item).__name__ for item in present})
-    raise InputTypeError(f"{what} expected one column of texts or of numbers, got {kinds or array.shape}; split it up")
+    raise InputTypeError(f"{what} expected all texts or all numbers, got {', '.join(kinds)}; make them one kind")
 
 
 def open_array(path: Path) -> np.ndarray:

@@ -50,8 +50,9 @@ def finish(folder: Path, contents: Contents) -> Manifest:
             _io.write_array(folder / f"{name}.npy", rows)
     columns: dict[str, dict[str, list[str]]] = {modality: {} for modality in MODALITIES}
     for modality in MODALITIES:
-        if modality in contents.ids:
-            _io.write_array(folder / f"{modality}.ids.npy", np.asarray(contents.ids[modality], dtype=str))
+        if modality not in contents.ids:
+            continue
+        _io.write_array(folder / f"{modality}.ids.npy", np.asarray(contents.ids[modality], dtype=str))
         for place, (name, values) in enumerate(contents.columns.get(modality, {}).items()):
             what = f"{modality} column {name!r}"
             columns[modality][name] = write_column(folder, f"{modality}.column.{place}", values, what=what)
