@@ -117,7 +117,7 @@ def retrieve(
     )
 
     keys = matches[:, 0] * len(gallery) + matches[:, 1]
-    hits = np.asarray(np.isin(asked[:, None] * len(gallery) + found.rows, keys))
+    hits = np.isin(asked[:, None] * len(gallery) + found.rows, keys).astype(np.float64)
     confidence = None
     if temperature is not None:
         assert found.log_partition is not None
@@ -141,7 +141,7 @@ def retrieve(
         correct=hits[:, 0],
         uncertainty=uncertain,
         confidence=confidence,
-        recall_at={depth: hits[:, :depth].any(1) for depth in depths},
+        recall_at={depth: hits[:, :depth].max(1) for depth in depths},
         groups=None if direction == "i2t" else _first_partner(len(queries), matches, np.unique(links, axis=0))[asked],
         detail={
             "top": found.rows,
