@@ -141,9 +141,7 @@ class HFTokenize:
         self._length = length
         # SigLIP was trained without an attention mask and its tokenizer therefore names none
         self._names = [name for name in ("input_ids", "attention_mask") if name in tokenizer.model_input_names]
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        facts = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-        self.description = f"{type(tokenizer).__name__} context {length} #{digest_bytes(facts.encode())}"
+        self.description = f"{type(tokenizer).__name__} context {length} #{_digest_tokenizer(tokenizer)}"
 
     def __call__(self, texts: Sequence[str]) -> Tokens:
         """Tokens of `texts`, each padded or cut to the fixed length, whatever else is in the batch."""
@@ -160,6 +158,15 @@ class HFTokenize:
             whole = self._tokenizer(texts[row], truncation=False, verbose=False)["input_ids"]
             truncated[row] = len(whole) > self._length
         return Tokens({name: output[name] for name in self._names}, truncated)
+
+
+def _digest_tokenizer(tokenizer: Any) -> str:
+    """Digest of a tokenizer's rules and vocabulary, without the padding and truncation that its last call left in it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
+    facts = {key: value for key, value in rules.items() if key not in ("truncation", "padding")}
+    sides = (tokenizer.pad_token, tokenizer.padding_side, tokenizer.truncation_side)
+    return digest_bytes(json.dumps([facts, sides], sort_keys=True, default=str).encode())
 
 
 def _pooled(output: Any) -> torch.Tensor:

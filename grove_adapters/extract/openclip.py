@@ -153,7 +153,7 @@ def _load_model(
             model, _, transform = open_clip.create_model_and_transforms(
                 identifier, pretrained=None if pretrained is None else str(pretrained)
             )
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
+    except Exception as error:  # downloads, safetensors, pickles and mismatched weights raise almost anything
         raise UnreadableError(
             f"expected the weights {str(pretrained or identifier)!r} of {identifier}, got "
             f"{' '.join(str(error).split())[:200]!r}; check the network or give the path of a local checkpoint"

@@ -142,7 +142,7 @@ def read_image(loader: ImageLoader) -> Image.Image:
     try:
         return loader()
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         raise UnreadableError(f"{loader.path or loader.key}: {reason}") from error
 
 
