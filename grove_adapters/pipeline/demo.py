@@ -38,7 +38,7 @@ class DemoConfig(Config):
 
 
 FULL = DemoConfig()
-SMOKE = DemoConfig(scenes=200, views=4, resamples=200)
+SMOKE = DemoConfig(scenes=120, views=3, resamples=200)
 
 
 def demo(out: str | Path = "grove-demo", *, seed: int = 0, smoke: bool = False, progress: bool = True) -> Evaluation:
@@ -58,7 +58,7 @@ def demo(out: str | Path = "grove-demo", *, seed: int = 0, smoke: bool = False, 
     """
     from grove_adapters.adapters import ADAPTERS, create_adapter
     from grove_adapters.datasets.scenes import Scenes
-    from grove_adapters.datasets.tiny_clip import MODEL_NAME, PRETRAINED, load_tiny_clip
+    from grove_adapters.datasets.tiny_clip import MODEL_NAME, load_tiny_clip
     from grove_adapters.extract import OpenCLIPExtractor
     from grove_adapters.store import EmbeddingStore
 
@@ -71,7 +71,7 @@ def demo(out: str | Path = "grove-demo", *, seed: int = 0, smoke: bool = False, 
     say(f"Describing {settings.scenes:,} scenes and what their captions mean")
     scenes = Scenes.generate(settings.scenes, seed=seed)
     model, preprocess, tokenizer = load_tiny_clip()
-    extractor = OpenCLIPExtractor(model, PRETRAINED, preprocess=preprocess, tokenizer=tokenizer, name=MODEL_NAME)
+    extractor = OpenCLIPExtractor(model, preprocess=preprocess, tokenizer=tokenizer, name=MODEL_NAME)
     say(f"Drawing and embedding them with {extractor.source}, {settings.views} views each")
     store = EmbeddingStore.build(
         extractor,
@@ -100,7 +100,7 @@ def demo(out: str | Path = "grove-demo", *, seed: int = 0, smoke: bool = False, 
                 seed=seed,
                 known="ambiguity",
                 examples=settings.examples if name == settings.adapters[-1] else 0,
-                picture=lambda image: _png(scenes, image),
+                picture=lambda image: _picture(scenes, image),
                 progress=progress,
             )
         )
@@ -156,7 +156,7 @@ def scene_records(scenes: Scenes, *, size: int = 64) -> Records:
     return Records(records, positives=scenes.positives)
 
 
-def _png(scenes: Scenes, name: str, size: int = 160) -> bytes:
-    drawing = io.BytesIO()
-    scenes.image(scenes.image_ids.index(name), size).save(drawing, "PNG", optimize=True)
-    return drawing.getvalue()
+def _picture(scenes: Scenes, name: str, size: int = 160) -> bytes:
+    drawn = io.BytesIO()
+    scenes.image(scenes.image_ids.index(name), size).save(drawn, "JPEG", quality=88)
+    return drawn.getvalue()
