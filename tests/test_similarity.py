@@ -122,9 +122,8 @@ def test_js_bounds_the_true_divergence_from_above():
                 lambda z, r=r: r.pdf(z) * (r.logpdf(z) - np.log(0.5 * (p.pdf(z) + q.pdf(z)))), -8, 8, limit=400
             )[0]
         )
-    got = -float(
-        similarity.js((torch.zeros(1, 1), torch.ones(1, 1)), (torch.full((1, 1), 1.5), torch.full((1, 1), 0.36)))
-    )
+    left, right = (torch.zeros(1, 1), torch.ones(1, 1)), (torch.full((1, 1), 1.5), torch.full((1, 1), 0.36))
+    got = -float(similarity.js(left, right))
     assert true < got < 1.5 * true
 
 

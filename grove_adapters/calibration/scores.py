@@ -246,7 +246,7 @@ def trend(counts: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, np.ndarra
         (R,) Spearman and (R,) R² of the fitted line; NaN with fewer than three levels or the same recall in all.
     """
     present = counts > 0
-    recall = np.divide(np.round(counts - errors, 9), counts, out=np.zeros(counts.shape), where=present)
+    recall = np.divide(counts - errors, counts, out=np.zeros(counts.shape), where=present).round(12)
     both = present[:, :, None] & present[:, None, :]
     below = (both & (recall[:, None, :] < recall[:, :, None])).sum(2)
     equal = (both & (recall[:, None, :] == recall[:, :, None])).sum(2)

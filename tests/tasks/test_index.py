@@ -64,9 +64,8 @@ def test_float32_tiles_do_not_decide_near_ties():
     base = random.normal(size=64).astype(np.float32)
     g = torch.tensor(base + random.normal(size=(500, 64)).astype(np.float32) * 1e-6)
     q = torch.tensor(base)[None] * 3
-    expected = np.argsort(
-        -(similarity.paired("cosine", Gaussians(q[:, None], None), Gaussians(g[None], None)).numpy()[0])
-    )
+    exact = similarity.paired("cosine", Gaussians(q[:, None], None), Gaussians(g[None], None))
+    expected = np.argsort(-exact.numpy()[0])
     found = search(q, g, k=20, similarity="cosine", gallery_block=37)
     np.testing.assert_array_equal(found.rows[0], expected[:20])
 

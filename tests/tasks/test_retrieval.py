@@ -189,7 +189,7 @@ def test_bad_input_is_one_sentence(world):
     with pytest.raises(SourceMismatchError, match=r"precision 'fp32' ≠ 'amp_bf16'"):
         retrieve(images, other, links=links)
     with pytest.raises(InputError, match="expected rows from 0 to 29, got 30"):
-        retrieve(images, texts, links=links + [1, 0])
+        retrieve(images, texts, links=links + np.array([1, 0]))
     with pytest.raises(InputError, match="text column of positives"):
         retrieve(images, texts, links=links, positives=np.array([[0, 60]]))
     with pytest.raises(InputError, match=r"\(P, 2\) whole numbers"):
