@@ -8,26 +8,28 @@ from grove_adapters.pipeline.demo import demo
 from grove_adapters.pipeline.evaluation import Evaluation
 from grove_adapters.pipeline.run import (
     DIRECTIONS,
-    cross_validate,
     evaluate,
     evaluate_store,
+    fit_folds,
     gallery,
     judge,
     pool,
     predict_both,
     retrieve_both,
+    retrieve_folds,
 )
 
 __all__ = [
     "DIRECTIONS",
     "Evaluation",
-    "cross_validate",
     "demo",
     "evaluate",
     "evaluate_store",
+    "fit_folds",
     "gallery",
     "judge",
     "pool",
     "predict_both",
     "retrieve_both",
+    "retrieve_folds",
 ]

@@ -217,42 +217,58 @@ def evaluate_store(
     return dataclasses.replace(evaluation, galleries=galleries)
 
 
-def cross_validate(
+def fit_folds(
     make: Callable[[], Adapter],
     pairs: Pairs,
     *,
     folds: int = 5,
-    directions: Sequence[Direction] = DIRECTIONS,
     seed: int = 0,
     device: str = "cpu",
     progress: bool = False,
-) -> list[TaskResult]:
-    """Out-of-fold retrieval: fit on the other folds, retrieve within the fold, and pool the rows of all folds.
-
-    Every query is scored once by an adapter that never saw it, against the gallery of its own fold. Uncertainties are
-    pooled as they are, so a fold whose adapter is on another scale counts against the method.
+) -> list[tuple[Adapter, Pairs]]:
+    """For each fold, an adapter fitted on all the others and the pairs it never saw.
 
     Args:
         make: Makes an unfitted adapter.
         pairs: All pairs.
         folds: Number of folds; all captions of an image stay in one.
-        directions: Any of ``"i2t"`` and ``"t2i"``.
-        seed: Address of the folds, of the fits and of predictions.
-        device: Where to fit and predict.
+        seed: Address of the folds and of the fits.
+        device: Where to fit.
         progress: Whether to show progress bars.
+    """
+    return [
+        (make().fit(train, seed=seeding.derive(seed, "fold", number), device=device, progress=progress), test)
+        for number, (train, test) in enumerate(pairs.folds(folds, seed=seed))
+    ]
+
+
+def retrieve_folds(
+    fits: Sequence[tuple[Adapter, Pairs]],
+    *,
+    directions: Sequence[Direction] = DIRECTIONS,
+    seed: int = 0,
+    device: str = "cpu",
+    **settings: Any,
+) -> list[TaskResult]:
+    """Out-of-fold retrieval, pooled: every query asks once, within its own fold, an adapter that never saw it.
+
+    Uncertainties are pooled as they are, so a method whose scale changes from fold to fold pays for it.
+
+    Args:
+        fits: What `fit_folds` returned.
+        directions: Any of ``"i2t"`` and ``"t2i"``.
+        seed: Address of random numbers in `predict`.
+        device: Where to predict.
+        settings: Further keywords of `tasks.retrieve`.
 
     Returns:
         One result for each direction.
     """
-    parts: dict[str, list[TaskResult]] = {name: [] for name in directions}
-    for number, (train, test) in enumerate(pairs.folds(folds, seed=seed)):
-        address = seeding.derive(seed, "fold", number)
-        adapter = make().fit(train, seed=address, device=device, progress=progress)
-        for result in retrieve_both(
-            adapter, test, directions=directions, seed=address, device=device, progress=progress
-        ):
-            parts[result.direction].append(result)
-    return [pool(results) for results in parts.values()]
+    parts = [
+        retrieve_both(adapter, test, directions=directions, seed=seed, device=device, **settings)
+        for adapter, test in fits
+    ]
+    return [pool(results) for results in zip(*parts, strict=True)]
 
 
 def pool(results: Sequence[TaskResult]) -> TaskResult:

@@ -6,7 +6,16 @@ from grove_adapters.adapters import create_adapter
 from grove_adapters.calibration import calibrate, rank_correlation
 from grove_adapters.datasets.synthetic import make_pairs
 from grove_adapters.errors import InputError, UnknownNameError
-from grove_adapters.pipeline import cross_validate, evaluate, evaluate_store, gallery, judge, pool, retrieve_both
+from grove_adapters.pipeline import (
+    evaluate,
+    evaluate_store,
+    fit_folds,
+    gallery,
+    judge,
+    pool,
+    retrieve_both,
+    retrieve_folds,
+)
 from grove_adapters.store import EmbeddingStore
 
 
@@ -76,31 +85,28 @@ def test_known_truth_follows_the_ids_of_the_queries_that_are_left(world, adapter
 
 
 def test_folds_ask_every_query_once_and_keep_groups_apart(world):
-    pooled = cross_validate(lambda: create_adapter("deterministic"), world.pairs, folds=4, seed=2)
-    for result, side in zip(pooled, (world.pairs.images, world.pairs.texts), strict=True):
+    fits = fit_folds(lambda: create_adapter("deterministic"), world.pairs, folds=4, seed=2)
+    for result, side in zip(retrieve_folds(fits), (world.pairs.images, world.pairs.texts), strict=True):
         assert sorted(result.ids) == sorted(side.ids)
         assert np.bincount(result.detail["fold"]).tolist() == [30] * 4
         assert result.provenance["n_gallery"] == 30
         assert result.provenance["n_queries"] == 120
         assert result.provenance["folds"] == 4
-    groups = pooled[1].groups
-    assert groups is None or len(np.unique(groups)) == 120
+        assert result.groups is None or len(np.unique(result.groups)) == 120
 
 
 def test_folds_are_fitted_on_the_other_folds(world):
-    seen = []
-
     class Spy:
-        def fit(self, pairs, **_):
-            self.fitted = create_adapter("ttda").fit(pairs)
-            seen.append(set(pairs.images.ids))
-            return self.fitted
+        def fit(self, pairs, **settings):
+            self.seen = set(pairs.images.ids)
+            self.seed = settings["seed"]
+            return self
 
-    results = cross_validate(Spy, world.pairs, folds=3, directions=["i2t"])
-    for fold, train in enumerate(seen):
-        asked = set(results[0].ids[results[0].detail["fold"] == fold])
-        assert len(asked) == 40
-        assert not asked & train
+    fits = fit_folds(Spy, world.pairs, folds=3)
+    everything = set(world.pairs.images.ids)
+    for spy, test in fits:
+        assert spy.seen == everything - set(test.images.ids)
+    assert len({spy.seed for spy, _ in fits}) == 3
 
 
 def test_pool_drops_what_not_all_have(make_result):
