@@ -42,13 +42,13 @@ class GroVE(Adapter):
     @classmethod
     def small_settings(cls) -> dict[str, Any]:
         """Settings for data of a few hundred pairs."""
-        return {"latent_dim": 4, "n_inducing": 40, "epochs": 30}
+        return {"latent_dim": 8, "n_inducing": 60, "epochs": 30, "batch_size": 64}
 
     def _fit(self, pairs: Pairs, validation: Pairs | None, run: FitRun) -> torch.nn.Module:
         config, report = self.config, run.report
         if validation is None and config.validation_share and len(set(pairs.links[:, 0].tolist())) >= 20:
             pairs, validation = pairs.split(1 - config.validation_share, seed=seeding.derive(run.seed, "validation"))
-        report.n_pairs, report.n_validation = len(pairs), len(validation or ())
+        report.n_validation = len(validation or ())
         data = LinkedRows(pairs, run.device)
         start = initialise.start(
             data, config.latent_dim, seeding.derive(run.seed, "latents"), random=config.latent_init == "random"

@@ -53,11 +53,11 @@ class GroVEConfig(LoopConfig):
     latent_dim: int = 10
     n_inducing: int = 250
     reconstruction_weight: float = 1.0
-    alignment_weight: float = 0.1
+    alignment_weight: float = 0.01
     align_constants: bool = False
     latent_init: Literal["pca", "random"] = "pca"
     latent_prior: bool = True
-    latent_learning_rate: float = 0.02
+    latent_learning_rate: float = 0.05
     natural_rate: float = 0.1
     restarts: int = 3
     uncertainty: Literal["latent_entropy", "variance"] = "latent_entropy"
