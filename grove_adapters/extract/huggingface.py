@@ -161,7 +161,7 @@ class HFTokenize:
 
 
 def _digest_tokenizer(tokenizer: Any) -> str:
-    """Digest of a tokenizer's rules and vocabulary, without the padding and truncation that its last call left in it."""
+    """Digest of a tokenizer's rules, without the padding and truncation that its last call left in them."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
     facts = {key: value for key, value in rules.items() if key not in ("truncation", "padding")}

@@ -56,20 +56,9 @@ def write(path: Path, given: Given, *, source: Source | None, normalise: bool, d
     Returns:
         True where a store of the very same content was there already.
     """
-    normalised = normalise or all(
-        _checks.normalised(values) for values in (given.images, given.texts) if values is not None
-    )
-    if source is None:
-        source = Source(model=f"unknown:{path.name}", normalised=normalised)
-    elif source.normalised and not normalised:
-        raise InputError(
-            "expected vectors of unit length, as source= says, got others; say Source(normalised=False), or "
-            "normalise=True"
-        )
-    elif normalise:
-        source = dataclasses.replace(source, normalised=True)
-    images = _embeddings("image", given.images, given.image_ids, given.image_views, source)
-    texts = _embeddings("text", given.texts, given.text_ids, given.text_views, source)
+    images = _embeddings("image", given.images, given.image_ids, given.image_views)
+    texts = _embeddings("text", given.texts, given.text_ids, given.text_views)
+    source = _described(source, [part for part in (images, texts) if part is not None], normalise, path)
     if images is not None and texts is not None:
         _checks.same_dim(images.dim, texts.dim, what="texts beside images")
     links = _match_rows(given.links, images, texts, "links")
@@ -135,14 +124,27 @@ class _Unit:
         return block / np.linalg.norm(block, axis=-1, keepdims=True)
 
 
-def _embeddings(modality: Modality, values: Any, ids: Any, views: Any, source: Source) -> Embeddings | None:
+def _described(source: Source | None, parts: list[Embeddings], normalise: bool, path: Path) -> Source:
+    """The source, given or unknown, that says of the vectors what is true."""
+    normalised = normalise or all(_checks.normalised(part.values) for part in parts)
+    if source is None:
+        return Source(model=f"unknown:{path.name}", normalised=normalised)
+    if source.normalised and not normalised:
+        raise InputError(
+            "expected vectors of unit length, as source= says, got others; say Source(normalised=False), or "
+            "normalise=True"
+        )
+    return dataclasses.replace(source, normalised=True) if normalise else source
+
+
+def _embeddings(modality: Modality, values: Any, ids: Any, views: Any) -> Embeddings | None:
     """The embeddings, checked, or None where there are none."""
     if values is None:
         for what, array in (("ids", ids), ("views", views)):
             if array is not None:
                 raise InputError(f"{modality} {what} expected {modality} embeddings beside them, got none; give both")
         return None
-    return Embeddings(values, ids, modality=modality, source=source, views=views)
+    return Embeddings(values, ids, modality=modality, views=views)
 
 
 def _match_rows(rows: Any, images: Embeddings | None, texts: Embeddings | None, what: str) -> np.ndarray:

@@ -198,7 +198,9 @@ class _Run:
                     num_workers=self.num_workers,
                 ):
                     block = np.zeros((batch.stop - pending.rows, 1 + views, self.dim), dtype=self.plan.dtype)
-                    block[batch.rows - pending.rows] = self._checked(modality, batch)
+                    self._refuse_unreadable(batch)
+                    if len(batch.rows):
+                        block[batch.rows - pending.rows] = self._checked(modality, batch)
                     files[0].append(block[:, 0])
                     if views:
                         files[1].append(block[:, 1:])
@@ -229,20 +231,22 @@ class _Run:
             self.lock.touch()
         return _Done(rows=done.rows)
 
+    def _refuse_unreadable(self, batch: Embedded) -> None:
+        if self.on_error == "raise" and batch.failed:
+            row, reason = next(iter(batch.failed.items()))
+            raise UnreadableError(
+                f"image {self.plan.images[row].id!r} cannot be read ({reason}); repair it, or leave such images "
+                "out with on_error='skip'"
+            )
+
     def _checked(self, modality: Modality, batch: Embedded) -> np.ndarray:
         """The batch in the store's precision, unless it holds what no reader should meet."""
-        items: Any = self.plan.images if modality == "image" else self.plan.captions
-        for row, reason in batch.failed.items():
-            if self.on_error == "raise":
-                raise UnreadableError(
-                    f"image {items[row].id!r} cannot be read ({reason}); repair it, or leave such images out with "
-                    "on_error='skip'"
-                )
         with np.errstate(over="ignore"):
             values: np.ndarray = batch.values.astype(self.plan.dtype)
         usable = np.isfinite(values).all(axis=2) & values.any(axis=2)
         bad = ~np.all(usable, axis=1)
         if bad.any():
+            items: Any = self.plan.images if modality == "image" else self.plan.captions
             raise NumericalError(
                 f"{self.plan.source} expected finite embeddings with a direction, got NaN, infinity or zeros for "
                 f"{modality} {items[batch.rows[bad.argmax()]].id!r}; try precision='fp32' and dtype='float32'"

@@ -105,7 +105,7 @@ def test_the_source_says_everything(parts, family):
 
 
 def test_every_change_makes_another_source(parts):
-    model, processor, tokens = parts
+    _, processor, tokens = parts
     resized = type(processor)(**{**processor.to_dict(), "image_mean": [0.0, 0.0, 0.0]})
     more = tokenizer(model_input_names=tokens.model_input_names)
     more.add_tokens(["zebra"])

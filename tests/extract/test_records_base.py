@@ -69,7 +69,9 @@ def test_links_join_every_image_with_its_own_captions():
 )
 def test_the_fingerprint_notices_every_change(changed):
     record = Record("a", PICTURE, ["x"], "test", 1, {"k": 2})
-    assert Records([record]).fingerprint == Records([Record("a", PICTURE.copy(), ["x"], "test", 1, {"k": 2})]).fingerprint
+    assert (
+        Records([record]).fingerprint == Records([Record("a", PICTURE.copy(), ["x"], "test", 1, {"k": 2})]).fingerprint
+    )
     assert Records([record]).fingerprint != Records([changed]).fingerprint
     assert Records([record]).fingerprint != Records([record], positives=[[0, 0]]).fingerprint
 

@@ -36,7 +36,11 @@ def test_csv_rows_are_gathered_and_commas_stay_in_captions(photographs):
         "b.png": ["A dog, running, unquoted"],
     }
     assert [(record.split, record.label) for record in records] == [("train", "cat"), ("test", "dog")]
-    assert [caption.columns for caption in records.captions] == [{"source": "web"}, {"source": "book"}, {"source": "web"}]
+    assert [caption.columns for caption in records.captions] == [
+        {"source": "web"},
+        {"source": "book"},
+        {"source": "web"},
+    ]
     assert [read_image(record.loader).mode for record in records] == ["RGB", "RGB"]
 
 
