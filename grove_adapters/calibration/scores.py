@@ -22,20 +22,22 @@ class Kind(NamedTuple):
     Attributes:
         bounds: Smallest and largest possible value.
         larger_is_better: Direction of the one-sided p-value, or None where a permutation tells nothing.
+        contrasts: Whether it sets wrong queries against right ones, so that few of either leave nothing to resample.
     """
 
     bounds: tuple[float, float]
     larger_is_better: bool | None = None
+    contrasts: bool = False
 
 
 SCORES: dict[str, Kind] = {
     "recall": Kind((0, 1)),
-    "spearman": Kind((-1, 1), larger_is_better=False),
-    "r2": Kind((0, 1), larger_is_better=True),
-    "neg_s_r2": Kind((-1, 1), larger_is_better=True),
-    "auroc": Kind((0, 1), larger_is_better=True),
+    "spearman": Kind((-1, 1), larger_is_better=False, contrasts=True),
+    "r2": Kind((0, 1), larger_is_better=True, contrasts=True),
+    "neg_s_r2": Kind((-1, 1), larger_is_better=True, contrasts=True),
+    "auroc": Kind((0, 1), larger_is_better=True, contrasts=True),
     "aurc": Kind((0, 1), larger_is_better=False),
-    "excess_aurc": Kind((0, 1), larger_is_better=False),
+    "excess_aurc": Kind((0, 1), larger_is_better=False, contrasts=True),
     "ece": Kind((0, 1)),
 }
 """The scores of a report, in its order.

@@ -149,6 +149,31 @@ def test_undefined_is_nan_and_warns_of_nothing():
     assert np.isnan(quick.recall_at[5].low)
 
 
+def test_few_right_queries_get_a_p_value_and_no_interval():
+    """One right query among hundreds, as an untrained model gives: nothing may look significant."""
+    correct = np.zeros(300)
+    correct[:7] = 1
+    report = calibrate(result(correct=correct))
+    for name in ("spearman", "r2", "neg_s_r2", "auroc", "excess_aurc"):
+        score = report.scores[name]
+        assert np.isfinite(score.value), name
+        assert np.isnan([score.low, score.high]).all(), name
+        assert score.p_value > 0.01, name
+    assert report.scores["aurc"].low < report.scores["aurc"].high
+    correct[7] = 1
+    assert np.isfinite(calibrate(result(correct=correct)).scores["auroc"].low)
+    same_group = calibrate(result(correct=correct, groups=np.maximum(np.arange(300) - 1, 0)))
+    assert np.isnan(same_group.scores["auroc"].low), "seven groups hold the eight right queries"
+
+
+def test_a_perfect_recall_is_not_certain():
+    report = calibrate(result(40, correct=np.ones(40), groups=np.arange(40) // 2), resamples=20)
+    expected = stats.binomtest(20, 20).proportion_ci(0.95, method="exact").low
+    assert (report.scores["recall"].low, report.scores["recall"].high) == (pytest.approx(expected), 1)
+    nothing = calibrate(result(40, recall_at={5: np.zeros(40)}), resamples=20).recall_at[5]
+    assert (nothing.low, nothing.high) == (0, pytest.approx(1 - 0.025 ** (1 / 40)))
+
+
 def test_levels_and_reliability_agree_with_plain_means():
     row = result(217)
     report = calibrate(row, levels=4, protocol="equal_width", confidence_bins=5, resamples=10)
