@@ -21,6 +21,7 @@ from grove_adapters.embeddings import MODALITIES, Pairs
 
 ANCHORS = 512
 VALIDATION_ROWS = 128
+SMALLEST_DISPLACEMENT = 0.01  # RMS; a fit that moves latents less has not fitted them
 
 
 class GroVE(Adapter):
@@ -76,13 +77,21 @@ class GroVE(Adapter):
             others=[torch.optim.SparseAdam(latents.parameters(), lr=config.latent_learning_rate), natural],
             validate=None if validation is None else self._validation(decoders, objective, validation, run),
         )
-        moved = (latents.weight.detach().cpu() - start.latents).square().sum(1).mean().sqrt()
         decoders.anchors.copy_(initialise.sampled(latents.weight.detach().cpu(), ANCHORS, run.seed))
+        moved = float((latents.weight.detach().cpu() - start.latents).square().sum(1).mean().sqrt())
+        chosen = report.history[report.best_epoch - 1]
         report.facts = {
-            "latent_displacement_rms": float(moved),
+            "latent_displacement_rms": moved,
+            "evidence_bound": chosen["log_likelihood"] - chosen["divergence"],
+            "alignment": chosen["alignment"],
             "n_inducing": len(decoders.image.inducing),
             **{modality: gp.facts() for modality, gp in decoders.gps.items()},
         }
+        if moved < SMALLEST_DISPLACEMENT:
+            report.warnings.append(
+                f"latents moved by {moved:.2g}, where their spread is about 1: they are still where they started; raise "
+                "latent_learning_rate or epochs"
+            )
         return decoders
 
     def _started(self, start: initialise.Start, seed: int) -> Decoders:

@@ -59,7 +59,7 @@ class GroVEConfig(LoopConfig):
     latent_prior: bool = True
     latent_learning_rate: float = 0.05
     natural_rate: float = 0.1
-    restarts: int = 3
+    restarts: int = 2
     uncertainty: Literal["latent_entropy", "variance"] = "latent_entropy"
     learning_rate: float = 0.01
 

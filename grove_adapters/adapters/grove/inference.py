@@ -82,7 +82,7 @@ class LatentInference:
         anchors: torch.Tensor,
         *,
         prior: bool = True,
-        restarts: int = 3,
+        restarts: int = 2,
         tolerance: float = 1e-5,
     ) -> None:
         self._reduced = {modality: _Reduced(gp) for modality, gp in gps.items()}

@@ -38,6 +38,7 @@ def test_latents_really_move_and_the_report_says_how_far(fitted):
     facts = fitted.fit_report_.facts
     assert facts["latent_displacement_rms"] > 0.05  # 200 epochs at the published rate: .0019 (erratum E6)
     assert facts["n_inducing"] == 30
+    assert fitted.fit_report_.warnings == []
     for modality in ("image", "text"):
         assert facts[modality]["jitter"] == 1e-6
         assert facts[modality]["noise"] > 0
@@ -192,6 +193,7 @@ def test_the_published_settings_go_by_name():
 def test_the_published_settings_do_not_move_the_latents(world):
     adapter = create_adapter("grove", preset="paper", epochs=2, n_inducing=20).fit(world.pairs)
     assert adapter.fit_report_.facts["latent_displacement_rms"] < 1e-3  # erratum E6
+    assert "raise latent_learning_rate" in adapter.fit_report_.warnings[0]
     assert bool(torch.isfinite(adapter.predict(world.pairs.images).uncertainty).all())
 
 
