@@ -77,11 +77,18 @@ def _exclusive(path: Path) -> Iterator[int]:
             raise StoreError(f"expected to write the lock {path}, got {error.strerror}; choose another path") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if path.exists() and os.path.samestat(os.fstat(file), path.stat()):  # else its owner removed it meanwhile
+            if _still_at(path, file):  # else its owner removed it while this process waited
                 yield file
                 return
         finally:
             os.close(file)
+
+
+def _still_at(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _owner(file: int) -> tuple[dict[str, Any] | None, float]:

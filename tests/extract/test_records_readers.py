@@ -216,7 +216,7 @@ def test_webdataset_shards_are_read_at_their_offsets(photographs, tmp_path):
         folder / "00000.tar",
         {
             "000.JPG": pictures["a.jpg"],
-            "000.txt": "A cat, asleep\n".encode(),
+            "000.txt": b"A cat, asleep\n",
             "000.json": b'{"caption": "ignored"}',
             "000.cls": b"3",
             "sub/001.png": pictures["b.png"],

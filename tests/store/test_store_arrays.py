@@ -1,4 +1,5 @@
 import errno
+import itertools
 import json
 import os
 from pathlib import Path
@@ -222,10 +223,8 @@ def test_input_that_cannot_be_used_says_why_and_leaves_nothing(arrays, tmp_path,
 
 
 def parquet(path, columns):
-    pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    pyarrow, writer = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    writer.write_table(pyarrow.table(columns), path)
 
 
 def test_arrays_from_every_format(arrays, tmp_path):
@@ -292,7 +291,7 @@ def test_clip_retrievals_folder_with_shards_in_the_order_of_their_numbers(arrays
     for name in ("img_emb", "text_emb", "metadata"):
         (folder / name).mkdir(parents=True)
     bounds = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 10]  # 11 shards, one of them empty, so that 10 comes after 9
-    for number, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
         np.save(folder / "img_emb" / f"img_emb_{number}.npy", arrays[0][start:stop].astype(np.float16))
         np.save(folder / "text_emb" / f"text_emb_{number}.npy", arrays[1][start:stop].astype(np.float16))
         rows = range(start, stop)

@@ -144,7 +144,7 @@ def test_an_interrupted_build_continues_to_the_same_bytes(
         with pytest.raises(error):
             build(interrupted_after(make_extractor(), calls, error), records, path, views=1, batch_size=4)
         assert not path.exists()
-    with pytest.raises(StoreError, match="unfinished build.*run the same build again"):
+    with pytest.raises(StoreError, match=r"unfinished build.*run the same build again"):
         EmbeddingStore.open(path)
     extractor = make_extractor()
     store = build(extractor, records, path, views=1, batch_size=4)
@@ -225,7 +225,7 @@ def test_another_model_records_or_settings_are_refused_by_name(make_extractor, r
         build(make_extractor(), records, path, views=2)
     with pytest.raises(StoreError, match="dtype 'float32' ≠ 'float16'"):
         build(make_extractor(), records, path, dtype="float16")
-    with pytest.raises(StoreError, match="records .* images 12 ≠ 5"):
+    with pytest.raises(StoreError, match=r"records .* images 12 ≠ 5"):
         build(make_extractor(), records[:5], path)
     assert before == (checksums(path) if finished else None)
 
@@ -302,7 +302,7 @@ def test_a_skipped_image_of_an_unfinished_build_is_not_forgotten(make_extractor,
 
 def test_no_readable_image_at_all(extractor, tmp_path):
     records = [Record(str(n), tmp_path / f"{n}.png", ["x"]) for n in range(3)]
-    with pytest.raises(UnreadableError, match="none among 3 .*No such file"):
+    with pytest.raises(UnreadableError, match=r"none among 3 .*No such file"):
         build(extractor, records, tmp_path / "store", on_error="skip")
     assert list(tmp_path.iterdir()) == []
 

@@ -89,7 +89,7 @@ def test_a_newer_schema_is_refused(store):
     del content["digest"]
     digest = manifest.hashlib.sha256(manifest._canonical(content)).hexdigest()
     path.write_bytes(manifest._canonical({**content, "digest": digest}))
-    with pytest.raises(StoreError, match="schema 1 .* got schema 99"):
+    with pytest.raises(StoreError, match=r"schema 1 .* got schema 99"):
         EmbeddingStore.open(store.path)
 
 
