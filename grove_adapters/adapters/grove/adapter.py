@@ -89,7 +89,7 @@ class GroVE(Adapter):
         }
         if moved < SMALLEST_DISPLACEMENT:
             report.warnings.append(
-                f"latents moved by {moved:.2g}, where their spread is about 1: they are still where they started; raise "
+                f"latents moved by {moved:.2g}, where their spread is about 1: they are where they started; raise "
                 "latent_learning_rate or epochs"
             )
         return decoders
