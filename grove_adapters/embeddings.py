@@ -249,28 +249,18 @@ class Pairs:
             if part.modality != modality:
                 raise InputError(f"pairs expected {modality} embeddings, got {part.modality} ones; swap the two")
         _checks.same_dim(self.images.dim, self.texts.dim, what="texts of pairs")
-        object.__setattr__(self, "links", self._rows(self.links, "links"))
+        object.__setattr__(self, "links", link_rows(self.links, len(self.images), len(self.texts), what="links"))
         if not len(self.links):
             raise InputError(
                 "pairs expected at least one link, got none; check the split's name and that ids of images and "
                 "captions agree"
             )
         if self.positives is not None:
-            object.__setattr__(self, "positives", self._rows(self.positives, "positives"))
+            positives = link_rows(self.positives, len(self.images), len(self.texts), what="positives")
+            object.__setattr__(self, "positives", positives)
         if self.classes is not None:
             object.__setattr__(self, "classes", np.asarray(self.classes))
             _checks.same_rows(len(self.images), len(self.classes), what="classes of pairs")
-
-    def _rows(self, rows: Any, what: str) -> np.ndarray:
-        rows = np.asarray(rows)
-        if rows.ndim != 2 or rows.shape[1] != 2 or (rows.size and rows.dtype.kind not in "iu"):
-            raise InputError(
-                f"{what} expected (P, 2) whole numbers (image row, text row), got shape {rows.shape} of {rows.dtype}"
-            )
-        rows = rows.astype(np.int64, copy=False).reshape(-1, 2)
-        _checks.rows_in_range(rows[:, 0], len(self.images), what=f"image column of {what}")
-        _checks.rows_in_range(rows[:, 1], len(self.texts), what=f"text column of {what}")
-        return rows
 
     def __len__(self) -> int:
         return len(self.links)
@@ -361,6 +351,23 @@ class Pairs:
         if self.classes is None:
             raise InputError("splitting by class expected classes, got pairs without; give classes or use by='image'")
         return self.classes
+
+
+def link_rows(rows: Any, n_images: int, n_texts: int, *, what: str) -> np.ndarray:
+    """`rows` as (P, 2) int64 (image row, text row).
+
+    Raises:
+        InputError: Another shape or type, or rows out of range.
+    """
+    rows = np.asarray(rows)
+    if rows.ndim != 2 or rows.shape[1] != 2 or (rows.size and rows.dtype.kind not in "iu"):
+        raise InputError(
+            f"{what} expected (P, 2) whole numbers (image row, text row), got shape {rows.shape} of {rows.dtype}"
+        )
+    rows = rows.astype(np.int64, copy=False)
+    _checks.rows_in_range(rows[:, 0], n_images, what=f"image column of {what}")
+    _checks.rows_in_range(rows[:, 1], n_texts, what=f"text column of {what}")
+    return rows
 
 
 def match_matrix(

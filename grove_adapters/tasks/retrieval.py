@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from grove_adapters import _checks
+from grove_adapters.embeddings import link_rows
 from grove_adapters.errors import InputError, InputTypeError, SourceMismatchError
 from grove_adapters.posterior import ProbabilisticEmbedding
 from grove_adapters.similarity import SIMILARITIES, Gaussians, gaussians, paired
@@ -89,11 +90,12 @@ def retrieve(
 
     columns = [0, 1] if direction == "i2t" else [1, 0]
     queries, gallery = (images, texts) if direction == "i2t" else (texts, images)
-    links = _rows(links, images, texts, "links")[:, columns]
+    links = link_rows(links, len(images), len(texts), what="links")[:, columns]
     if positives is None:
         matches = np.unique(links, axis=0)
     else:
-        matches = np.unique(np.concatenate([links, _rows(positives, images, texts, "positives")[:, columns]]), axis=0)
+        positives = link_rows(positives, len(images), len(texts), what="positives")[:, columns]
+        matches = np.unique(np.concatenate([links, positives]), axis=0)
     n_matches = np.bincount(matches[:, 0], minlength=len(queries))
     asked = np.flatnonzero(n_matches)
     if len(asked) < len(queries) and (unmatched == "raise" or not len(asked)):
@@ -184,18 +186,6 @@ def _check_posteriors(images: ProbabilisticEmbedding, texts: ProbabilisticEmbedd
             f"({images.source.difference(texts.source)}); embed both with the same model and settings"
         )
     _checks.same_dim(images.dim, texts.dim, what="images", got_from=" in texts")
-
-
-def _rows(rows: np.ndarray, images: ProbabilisticEmbedding, texts: ProbabilisticEmbedding, what: str) -> np.ndarray:
-    rows = np.asarray(rows)
-    if rows.ndim != 2 or rows.shape[1] != 2 or (rows.size and rows.dtype.kind not in "iu"):
-        raise InputError(
-            f"{what} expected (P, 2) whole numbers (image row, text row), got shape {rows.shape} of {rows.dtype}"
-        )
-    rows = rows.astype(np.int64)
-    _checks.rows_in_range(rows[:, 0], len(images), what=f"image column of {what}")
-    _checks.rows_in_range(rows[:, 1], len(texts), what=f"text column of {what}")
-    return rows
 
 
 def _ranked(side: ProbabilisticEmbedding, rank_by: str, similarity: str) -> Gaussians:
