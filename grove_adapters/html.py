@@ -375,13 +375,14 @@ def _card(example: Example) -> str:
     mark = {"right": "✓", "wrong": "✗"}[verdict]
     answer = f": {escape(example.answer)}" if example.answer else ""
     note = f"<br>{escape(example.note)}" if example.note else ""
+    uncertainty = f"{example.uncertainty:.3g}".replace("-", "−")
     # the strip takes the colour of the card's place on the scale above it
     place = f"background: var(--scale); background-size: 2000% 100%; background-position-x: {example.place:.0%}"
     return (
         f'<article class="example"><span class="place" style="{place}"></span>{picture}<div>'
         f'<p class="query">{escape(example.query)}</p>'
         f'<p class="{verdict}">{mark} {verdict}{answer}</p>'
-        f'<p class="meta">less certain than {example.place:.0%} · uncertainty {example.uncertainty:.3g}{note}</p>'
+        f'<p class="meta">less certain than {example.place:.0%} of all · uncertainty {uncertainty}{note}</p>'
         "</div></article>"
     )
 

@@ -227,7 +227,7 @@ def uncertainty_vs_truth(
     if len(truth) > MANY_POINTS:
         ax.hexbin(truth, uncertainty, gridsize=36, bins="log", mincnt=1, cmap=_density(), linewidths=0.1, zorder=1)
     else:
-        ax.scatter(truth, uncertainty, s=9, color=_colour(0), alpha=0.35, linewidths=0, zorder=1)
+        ax.scatter(truth, uncertainty, s=11, color=_colour(0), alpha=0.45, linewidths=0, zorder=1)
     place, low, middle, high = _binned(truth, uncertainty, bins)
     ax.fill_between(place, low, high, color=_colour(1), alpha=0.18, linewidth=0, label="middle half", zorder=2)
     name = "median" if score is None else f"median (Spearman {score})"

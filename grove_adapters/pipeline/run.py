@@ -343,7 +343,7 @@ def gallery(
             words, answer = max(own, key=len, default=str(result.ids[query])), str(captions[first[query]])
         else:
             words, answer = str(captions[row]), ""
-        note = "" if known is None else f"{known[0]} {known[1][row]:.2f}"
+        note = "" if known is None else f"{known[0]} {known[1][row]:.2f}".replace("-", "−")
         examples.append(
             Example(
                 query=words,

@@ -23,20 +23,21 @@ class DemoConfig(Config):
     """How large the demo is.
 
     Attributes:
-        scenes: Pictures, of which three fifths are fitted on and one fifth is asked about.
+        scenes: Pictures, cut into `SPLITS`.
         views: Augmentations of each picture and caption, for TTDA.
         adapters: Adapters to compare.
         resamples: Bootstrap resamples behind every interval.
         examples: Queries of the last adapter shown in each direction.
     """
 
-    scenes: int = 2000
+    scenes: int = 1500
     views: int = 10
     adapters: tuple[str, ...] = ("deterministic", "ttda", "grove")
     resamples: int = 1000
     examples: int = 12
 
 
+SPLITS = {"train": 0.45, "validation": 0.1, "test": 0.45}  # as many queries as pairs to fit on: intervals are the point
 FULL = DemoConfig()
 SMOKE = DemoConfig(scenes=120, views=3, resamples=200)
 
@@ -69,7 +70,7 @@ def demo(out: str | Path = "grove-demo", *, seed: int = 0, smoke: bool = False, 
             print(sentence, file=sys.stderr, flush=True)
 
     say(f"Describing {settings.scenes:,} scenes and what their captions mean")
-    scenes = Scenes.generate(settings.scenes, seed=seed)
+    scenes = Scenes.generate(settings.scenes, seed=seed, splits=SPLITS)
     model, preprocess, tokenizer = load_tiny_clip()
     extractor = OpenCLIPExtractor(model, preprocess=preprocess, tokenizer=tokenizer, name=MODEL_NAME)
     say(f"Drawing and embedding them with {extractor.source}, {settings.views} views each")
