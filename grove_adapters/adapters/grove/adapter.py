@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from grove_adapters import seeding
@@ -19,8 +20,9 @@ from grove_adapters.adapters.grove.model import Decoders, NaturalGradient, Objec
 from grove_adapters.adapters.loop import minimise
 from grove_adapters.embeddings import MODALITIES, Pairs
 
-ANCHORS = 512
-VALIDATION_ROWS = 128
+ANCHORS = 512  # training latents kept for prediction
+VALIDATION_ROWS = 128  # held-out links looked at after each epoch
+FEWEST_IMAGES = 20  # with fewer, nothing is held out
 SMALLEST_DISPLACEMENT = 0.01  # RMS; a fit that moves latents less has not fitted them
 
 
@@ -47,8 +49,10 @@ class GroVE(Adapter):
 
     def _fit(self, pairs: Pairs, validation: Pairs | None, run: FitRun) -> torch.nn.Module:
         config, report = self.config, run.report
-        if validation is None and config.validation_share and len(set(pairs.links[:, 0].tolist())) >= 20:
-            pairs, validation = pairs.split(1 - config.validation_share, seed=seeding.derive(run.seed, "validation"))
+        linked = np.unique(pairs.links[:, 0])
+        if validation is None and config.validation_share and len(linked) >= FEWEST_IMAGES:
+            kept, seed = 1 - config.validation_share, seeding.derive(run.seed, "validation")
+            pairs, validation = pairs.take_images(linked).split(kept, seed=seed)
         report.n_validation = len(validation or ())
         data = LinkedRows(pairs, run.device)
         start = initialise.start(
@@ -77,8 +81,9 @@ class GroVE(Adapter):
             others=[torch.optim.SparseAdam(latents.parameters(), lr=config.latent_learning_rate), natural],
             validate=None if validation is None else self._validation(decoders, objective, validation, run),
         )
-        decoders.anchors.copy_(initialise.sampled(latents.weight.detach().cpu(), ANCHORS, run.seed))
-        moved = float((latents.weight.detach().cpu() - start.latents).square().sum(1).mean().sqrt())
+        fitted = latents.weight.detach().cpu()
+        decoders.anchors.copy_(initialise.sampled(fitted, ANCHORS, seeding.derive(run.seed, "anchors")))
+        moved = float((fitted - start.latents).square().sum(1).mean().sqrt())
         chosen = report.history[report.best_epoch - 1]
         report.facts = {
             "latent_displacement_rms": moved,

@@ -134,6 +134,12 @@ def test_many_captions_of_one_image_each_have_a_latent(world):
     assert adapter.fit_report_.n_pairs == 450
 
 
+def test_images_without_captions_are_no_obstacle(world):
+    pairs = Pairs(world.pairs.images, world.pairs.texts, world.pairs.links[:30])
+    adapter = GroVE(**{**SMALL, "epochs": 1}).fit(pairs)
+    assert adapter.fit_report_.n_validation == 3
+
+
 def test_validation_pairs_of_the_caller_are_used(world):
     train, validation = world.pairs.split(0.8, seed=0)
     adapter = GroVE(**{**SMALL, "epochs": 2}).fit(train, validation=validation)
