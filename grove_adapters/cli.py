@@ -237,7 +237,7 @@ def _extractor(arguments: argparse.Namespace) -> Extractor:
     if arguments.model == tiny_clip.MODEL_NAME:
         model, preprocess, tokenizer = tiny_clip.load_tiny_clip()
         settings |= {"preprocess": preprocess, "tokenizer": tokenizer, "name": tiny_clip.MODEL_NAME}
-        return OpenCLIPExtractor(model, tiny_clip.PRETRAINED, **settings)
+        return OpenCLIPExtractor(model, **settings)
     if arguments.library == "transformers":
         if arguments.pretrained:
             raise InputError("--pretrained goes with --library open_clip; for transformers --model names the weights")

@@ -7,7 +7,7 @@ import io
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grove_adapters.config import Config
 from grove_adapters.pipeline.evaluation import Evaluation
@@ -15,7 +15,6 @@ from grove_adapters.pipeline.run import evaluate_store
 
 if TYPE_CHECKING:
     from grove_adapters.datasets.scenes import Scenes
-    from grove_adapters.extract import Records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +75,7 @@ def demo(out: str | Path = "grove-demo", *, seed: int = 0, smoke: bool = False, 
     say(f"Drawing and embedding them with {extractor.source}, {settings.views} views each")
     store = EmbeddingStore.build(
         extractor,
-        scene_records(scenes),
+        scenes.records(),
         out / "store",
         views=settings.views,
         seed=seed,
@@ -113,48 +112,6 @@ def demo(out: str | Path = "grove-demo", *, seed: int = 0, smoke: bool = False, 
     evaluation.write_plots(out / "plots")
     evaluation.write_page(out / "report.html")
     return evaluation
-
-
-@dataclass(frozen=True)
-class _Drawing:
-    """A scene that is drawn when its picture is asked for, also in another process."""
-
-    scene: Any
-    size: int
-
-    @property
-    def key(self) -> str:
-        """Text that changes whenever the picture does."""
-        return f"{self.scene!r} {self.size}"
-
-    def __call__(self) -> Any:
-        from grove_adapters.datasets.scenes import render_image
-
-        return render_image(self.scene, self.size)
-
-
-def scene_records(scenes: Scenes, *, size: int = 64) -> Records:
-    """Scenes as records to embed: pictures drawn on demand, captions, every true match, and the known ambiguities."""
-    from grove_adapters.extract import Caption, Record, Records
-
-    per_image = scenes.captions_per_image
-    captions = [
-        Caption(text, name, {"ambiguity": float(ambiguity), "level": int(level)})
-        for text, name, ambiguity, level in zip(
-            scenes.texts, scenes.text_ids, scenes.caption_ambiguity, scenes.caption_level, strict=True
-        )
-    ]
-    records = [
-        Record(
-            scenes.image_ids[row],
-            _Drawing(scenes.scene(row), size),
-            captions[row * per_image : (row + 1) * per_image],
-            str(scenes.split[row]),
-            columns={"ambiguity": float(scenes.image_ambiguity[row])},
-        )
-        for row in range(len(scenes))
-    ]
-    return Records(records, positives=scenes.positives)
 
 
 def _picture(scenes: Scenes, name: str, size: int = 160) -> bytes:
