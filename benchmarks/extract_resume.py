@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import multiprocessing
 import os
 import tempfile
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="3 kills of a small build, nothing is written")
     arguments = parser.parse_args()
     kills, n = (3, 40) if arguments.smoke else (arguments.kills, arguments.images)
+    logging.disable(logging.WARNING)  # each build says again what it left out
     torch.set_num_threads(1)  # forked children cannot use the parent's thread pool
     random = np.random.default_rng(arguments.seed)
     process = multiprocessing.get_context("fork").Process
