@@ -170,7 +170,7 @@ def _heading(reports: Sequence[CalibrationReport], title: str, facts: Mapping[st
     items = "".join(
         f"<li><span>{escape(str(name))}</span><b>{escape(str(value))}</b></li>"
         for name, value in chips.items()
-        if value
+        if value not in ("", None)
     )
     return (
         f"<header>\n<h1>{escape(title)}</h1>\n"

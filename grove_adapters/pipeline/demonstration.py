@@ -105,9 +105,13 @@ def demo(out: str | Path = "grove-demo", *, seed: int = 0, smoke: bool = False, 
             )
         )
     say("Drawing the report")
-    facts = {"world": f"{settings.scenes:,} scenes", "fitted on": f"{len(train):,} pairs", "seed": seed}
-    evaluation = Evaluation.join(parts)
-    evaluation = dataclasses.replace(evaluation, facts={**evaluation.facts, **facts})
+    facts = {
+        "world": f"{settings.scenes:,} scenes",
+        "fitted on": f"{len(train):,} pairs",
+        "split": "test",
+        "seed": seed,
+    }
+    evaluation = dataclasses.replace(Evaluation.join(parts), facts=facts)
     evaluation.save(out / "report.json")
     evaluation.write_plots(out / "plots")
     evaluation.write_page(out / "report.html")
