@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -157,6 +157,9 @@ def embed_from(
         batch_size: Items the encoder sees at once; views count.
         views: K, the number of views a row.
         num_workers: Loading processes; 0 loads in this one.
+
+    Raises:
+        UnreadableError: A loading process died, as they do when memory runs out.
     """
     rows = max(1, batch_size // (1 + views))
     edges = [start, *range((start // rows + 1) * rows, len(stage), rows), len(stage)]
@@ -168,7 +171,7 @@ def embed_from(
         pin_memory=extractor.device.type == "cuda",
         generator=seeding.generator(0),  # left alone, the loader would draw a seed from the caller's global stream
     )
-    for batch in loader:
+    for batch in _alive(loader):
         if batch.rows:
             output = stage.embed(extractor, batch.inputs).numpy()
             values = output.reshape(len(batch.rows), 1 + views, -1)
@@ -181,6 +184,18 @@ def default_workers() -> int:
     """Loading processes for this machine: one a core, leaving one to the encoder, at most 8."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(0, min(8, cores - 1))
+
+
+def _alive(loader: Iterable[Loaded]) -> Iterator[Loaded]:
+    try:
+        yield from loader
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):  # torch's words for a death, not for an error inside
+            raise
+        raise UnreadableError(
+            f"expected the loading processes to live, got {str(error).split('.')[0]!r}, perhaps for want of memory; "
+            "run the same again with fewer num_workers or a smaller batch_size"
+        ) from error
 
 
 class _Batches(torch.utils.data.Dataset):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from tqdm.auto import tqdm
 
-from grove_adapters import _checks
+from grove_adapters import _checks, _io
 from grove_adapters.embeddings import Modality, Source
 from grove_adapters.errors import (
     GroveAdaptersError,
@@ -27,7 +27,7 @@ from grove_adapters.extract.base import Extractor
 from grove_adapters.extract.loop import Embedded, ImageStage, Stage, TextStage, default_workers, embed_from
 from grove_adapters.extract.records import Record, Records
 from grove_adapters.extract.views import RECIPE
-from grove_adapters.store.files import RowFile, copy_rows, open_array
+from grove_adapters.store.files import RowFile, copy_rows
 from grove_adapters.store.finishing import Contents, finish, put_in_place, sync_folder
 from grove_adapters.store.journal import Journal
 from grove_adapters.store.lock import StoreLock, locked
@@ -305,7 +305,7 @@ class _Run:
             return
         for name in (f"{modality}.npy", f"{modality}.views.npy"):
             path = self.folder / name
-            if path.exists() and len(array := open_array(path)) == len(keep):
+            if path.exists() and len(array := _io.read_array(path, memmap=True)) == len(keep):
                 copy_rows(path, array, np.flatnonzero(keep), self.plan.dtype)
 
 

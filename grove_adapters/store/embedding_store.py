@@ -15,7 +15,7 @@ from grove_adapters.errors import InputError, SourceMismatchError, StoreError, U
 from grove_adapters.extract.base import Extractor
 from grove_adapters.extract.records import Record, Records
 from grove_adapters.store import arrays, building, importing
-from grove_adapters.store.files import checksum, open_array, read_column
+from grove_adapters.store.files import checksum, read_column
 from grove_adapters.store.manifest import NAME, Manifest
 
 
@@ -422,7 +422,7 @@ class EmbeddingStore:
     def _array(self, name: str) -> np.ndarray:
         if name in self._arrays:
             return self._arrays[name]
-        array = open_array(self.path / name)
+        array = _io.read_array(self.path / name, memmap=True)
         facts = self._manifest.files[name]
         if list(array.shape) != facts["shape"] or str(array.dtype) != facts["dtype"]:
             raise StoreError(

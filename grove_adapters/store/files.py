@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from grove_adapters import _checks, _io
-from grove_adapters.errors import InputTypeError, StoreError, UnreadableError
+from grove_adapters.errors import InputTypeError, StoreError
 
 CHUNK_BYTES = 1 << 24
 
@@ -140,24 +140,9 @@ def column_array(values: Sequence[Any] | np.ndarray, *, what: str) -> np.ndarray
     raise InputTypeError(f"{what} expected all texts or all numbers, got {', '.join(kinds)}; make them one kind")
 
 
-def open_array(path: Path) -> np.ndarray:
-    """A read-only memory map of a `.npy` file; an empty array, which cannot be mapped, is read.
-
-    Raises:
-        UnreadableError: The file is missing or no plain array.
-    """
-    try:
-        return _io.read_array(path, memmap=True)
-    except UnreadableError:
-        array = _io.read_array(path)
-        if array.size:
-            raise
-        return array
-
-
 def describe_file(path: Path) -> dict[str, Any]:
     """Size, SHA-256, shape and type of a `.npy` file."""
-    array = open_array(path)
+    array = _io.read_array(path, memmap=True)
     return {
         "bytes": path.stat().st_size,
         "sha256": checksum(path),

@@ -1,9 +1,13 @@
+import os
+import signal
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from grove_adapters.embeddings import Source
+from grove_adapters.errors import UnreadableError
 from grove_adapters.extract import Caption, Record, Tokens
 from grove_adapters.extract.loop import ImageStage, TextStage, default_workers, embed_from
 
@@ -111,9 +115,38 @@ def test_the_global_random_stream_is_left_alone(records):
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_default_workers_leave_a_core_to_the_encoder(monkeypatch):
-    import os
+class Deadly:
+    views = 0
 
+    def __len__(self):
+        return 4
+
+    def load(self, start, stop):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_dead_loading_process_is_one_sentence():
+    with pytest.raises(UnreadableError, match=r"loading processes to live, got .*num_workers"):
+        run(Deadly(), num_workers=1)
+
+
+class Faulty:
+    views = 0
+
+    def __len__(self):
+        return 4
+
+    def load(self, start, stop):
+        raise RuntimeError("a defect")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_other_failures_are_not_dressed_up(workers):
+    with pytest.raises(RuntimeError, match="a defect"):
+        run(Faulty(), num_workers=workers)
+
+
+def test_default_workers_leave_a_core_to_the_encoder(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
     assert default_workers() == 8
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)

@@ -110,6 +110,7 @@ def test_pictures_open_from_everything_people_have(photographs):
 def test_drawn_pictures_are_known_by_their_key_and_travel_to_workers():
     one, two = (Records([Record("a", Drawn(key))]).fingerprint for key in ("k1", "k2"))
     assert one != two
+    assert Records([Record("a", Drawn("k"), label=np.int64(1))]).fingerprint  # NumPy's numbers are numbers
     loader = pickle.loads(pickle.dumps(Record("a", Drawn("k1")).loader))  # noqa: S301  our own bytes
     assert loader().size == (4, 4)
 

@@ -228,6 +228,10 @@ def test_webdataset_shards_are_read_at_their_offsets(photographs, tmp_path):
     records = read_records(folder, split="train")
     assert texts(records) == {"000": ["A cat, asleep"], "sub/001": ["one", "two"], "002": []}
     assert records[0].label == "3"
+    assert records[1].loader.path == f"{folder / '00000.tar'}/sub/001.png"
+    moved = folder.rename(tmp_path / "moved")
+    assert read_records(moved, split="train").fingerprint == records.fingerprint
+    moved.rename(folder)
     for record, name in zip(records, pictures, strict=True):
         assert read_image(record.loader).tobytes() == read_image(type(record)("x", photographs / name).loader).tobytes()
 

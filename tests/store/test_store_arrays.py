@@ -13,7 +13,14 @@ from safetensors.torch import save_file
 
 from grove_adapters import EmbeddingStore
 from grove_adapters.embeddings import Source
-from grove_adapters.errors import InputError, InputTypeError, MissingExtraError, StoreError, UnreadableError
+from grove_adapters.errors import (
+    InputError,
+    InputTypeError,
+    MissingExtraError,
+    StoreError,
+    UnknownNameError,
+    UnreadableError,
+)
 from grove_adapters.store.finishing import order_by_split
 
 DATA = Path(os.environ.get("GROVE_ADAPTERS_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -74,13 +81,13 @@ def test_texts_shared_by_splits_belong_to_each(tmp_path):
     """Class texts: every split needs the texts of its images' classes, which don't lie together."""
     images = np.eye(6, dtype=np.float32)
     texts = np.eye(6, dtype=np.float32)[:4]
-    classes = np.array([0, 3, 1, 0, 3, 1])
+    classes = np.array([0, 3, 1, 0, 2, 3])
     store = EmbeddingStore.from_arrays(
         tmp_path / "store",
         images=images,
         texts=texts,
         links=np.stack([np.arange(6), classes], 1),
-        positives=[[0, 3], [0, 1]],
+        positives=[[0, 3], [0, 1], [3, 1], [3, 3]],
         splits=["a", "a", "b", "b", "b", "a"],
         text_columns={"name": ["c0", "c1", "c2", "c3"]},
     )
@@ -88,9 +95,11 @@ def test_texts_shared_by_splits_belong_to_each(tmp_path):
     for pairs, split in ((a, "a"), (b, "b")):
         names = store.column("text", "name", split)
         assert [names[t] for _, t in pairs.links] == [f"c{classes[int(pairs.images.ids[i])]}" for i, _ in pairs.links]
-        assert "c2" not in names
-    assert len(a.positives) == 2
-    assert len(b.positives) == 0
+        assert set(names) == {"c0", "c3"} if split == "a" else {"c0", "c1", "c2"}
+    assert [(str(a.images.ids[i]), str(a.texts.ids[t])) for i, t in a.positives] == [("0", "3")]
+    assert [(str(b.images.ids[i]), str(b.texts.ids[t])) for i, t in b.positives] == [("3", "1")]
+    with pytest.raises(UnknownNameError, match="no split 'c'"):
+        store.pairs("c")
 
 
 @settings(deadline=None, max_examples=50)

@@ -202,6 +202,9 @@ def test_the_same_build_again_reuses_the_store_and_says_so(make_extractor, recor
     assert again.fingerprint == first.fingerprint
     assert extractor.calls == []
     assert "reusing the store" in caplog.text
+    (tmp_path / "store.partial").mkdir()  # a kill between the rename and the end
+    assert build(make_extractor(), records, tmp_path / "store", views=1).reused
+    assert not (tmp_path / "store.partial").exists()
 
 
 @pytest.mark.parametrize("finished", [True, False])
