@@ -16,7 +16,7 @@ from grove_adapters.embeddings import Embeddings, Modality, Source
 from grove_adapters.errors import InputError, StoreError
 from grove_adapters.extract.records import assign_splits
 from grove_adapters.store.files import copy_rows
-from grove_adapters.store.finishing import Contents, finish, order_by_split, put_in_place
+from grove_adapters.store.finishing import Contents, finish, occupied, order_by_split, put_in_place
 from grove_adapters.store.importing import load
 from grove_adapters.store.lock import locked
 from grove_adapters.store.manifest import Manifest, partial_folder
@@ -96,7 +96,7 @@ def write(path: Path, given: Given, *, source: Source | None, normalise: bool, d
                     if values is not None:
                         copy_rows(folder / name, _Unit(values) if normalise else values, rows, target)
             manifest = finish(folder, contents)
-            if _stands(path):
+            if occupied(path):
                 if Manifest.read(path).digest != manifest.digest:
                     raise StoreError(
                         f"expected nothing or the same content at {path}, got another store; choose another path, or "
@@ -213,10 +213,6 @@ def _views(parts: Mapping[str, Embeddings]) -> dict[str, Any] | None:
     return {"count": count, "seed": None, "recipe": "given"} if count else None
 
 
-def _stands(path: Path) -> bool:
-    return path.exists() and not (path.is_dir() and not any(path.iterdir()))
-
-
 def _fresh_folder(path: Path) -> Path:
     """An empty folder to put the store together in; an unfinished extraction is not thrown away."""
     partial = partial_folder(path)
@@ -225,7 +221,7 @@ def _fresh_folder(path: Path) -> Path:
             f"expected no unfinished build in {partial}, got one; continue it with the same build, choose another "
             "path, or delete it"
         )
-    if _stands(path):
+    if occupied(path):
         Manifest.read(path)  # something else than a store is refused before any work
     shutil.rmtree(partial, ignore_errors=True)
     (partial / "store").mkdir(parents=True)

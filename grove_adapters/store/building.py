@@ -28,7 +28,7 @@ from grove_adapters.extract.loop import Embedded, ImageStage, Stage, TextStage, 
 from grove_adapters.extract.records import Record, Records
 from grove_adapters.extract.views import RECIPE
 from grove_adapters.store.files import RowFile, copy_rows
-from grove_adapters.store.finishing import Contents, finish, put_in_place, sync_folder
+from grove_adapters.store.finishing import Contents, finish, occupied, put_in_place, sync_folder
 from grove_adapters.store.journal import Journal
 from grove_adapters.store.lock import StoreLock, locked
 from grove_adapters.store.manifest import Manifest, partial_folder
@@ -69,10 +69,10 @@ def build(
     workers = default_workers() if num_workers is None else _checks.count(num_workers, what="num_workers", at_least=0)
     plan = Plan(records, extractor.source, _checks.count(views, what="views", at_least=0), seed, dtype)
     partial = partial_folder(path)
-    if _is_there(path, plan) and not partial.exists():
+    if _is_there(path, plan, on_error) and not partial.exists():
         return True  # without a lock, so that a read-only store can be reused
     with locked(path) as lock:
-        if _is_there(path, plan):
+        if _is_there(path, plan, on_error):
             shutil.rmtree(partial, ignore_errors=True)  # a kill between the rename and the end of the build
             return True
         run = _Run(plan, extractor, partial, lock, batch_size, workers, on_error, progress)
@@ -81,11 +81,17 @@ def build(
     return False
 
 
-def _is_there(path: Path, plan: Plan) -> bool:
+def _is_there(path: Path, plan: Plan, on_error: str) -> bool:
     """Whether the planned store stands at `path`; anything else in the way is refused."""
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+    if not occupied(path):
         return False
-    refuse_other(Manifest.read(path), plan, path)
+    manifest = Manifest.read(path)
+    refuse_other(manifest, plan, path)
+    if on_error == "raise" and manifest.skipped:
+        raise StoreError(
+            f"the store at {path} left out {len(manifest.skipped)} rows that could not be read; accept that with "
+            "on_error='skip', or delete it to read them again"
+        )
     return True
 
 
@@ -155,6 +161,8 @@ class _Run:
             done.rows = entry["rows"]
             done.failed.update({int(row): reason for row, reason in entry["failed"].items()})
             done.truncated.extend(entry["truncated"])
+        for leftover in self.folder.glob("*.partial"):  # a kill while a small file was written
+            leftover.unlink()
         logger.info(
             "continuing %s after %d images and %d captions",
             self.partial,

@@ -74,6 +74,11 @@ def finish(folder: Path, contents: Contents) -> Manifest:
     return manifest
 
 
+def occupied(path: Path) -> bool:
+    """Whether something stands where a store is to go; an empty folder does not count."""
+    return path.exists() and not (path.is_dir() and not any(path.iterdir()))
+
+
 def put_in_place(folder: Path, path: Path) -> None:
     """Rename a finished folder to the store's path, and make sure that this survives a crash."""
     sync_folder(folder)

@@ -14,6 +14,7 @@ import torch
 
 from grove_adapters import _io
 from grove_adapters.errors import InputTypeError, MissingExtraError, UnreadableError
+from grove_adapters.extract.records.folder import CAPTION_COLUMNS
 from grove_adapters.store.files import column_array
 
 SUFFIXES = (".npy", ".npz", ".safetensors", ".parquet")
@@ -33,7 +34,8 @@ ARRAY_NAMES = {
 """Names under which each argument of `EmbeddingStore.from_arrays` is looked for, in files and in folders."""
 
 TABLE_NAMES = ("metadata", "pairs")
-CAPTION_COLUMNS = ("caption", "text", "description")
+PATH_NAMES = dict.fromkeys(("image_path", "file_name", "filename"), "path")
+"""What clip-retrieval and many tables call the column that a store calls path."""
 
 
 def load(value: Any, *, role: str) -> Any:
@@ -110,27 +112,22 @@ def _shards(folder: Path, suffix: str) -> list[Path]:
 
 
 def _columns(table: Mapping[str, np.ndarray], found: Mapping[str, Any]) -> dict[str, Any]:
-    """A table of one row an image as columns; its caption goes to the texts where they are as many."""
+    """A table as columns: of the images (its caption: of the texts) where it has a row for each, else of the texts."""
     if not table:
         return {}
-    rows = {len(values) for values in table.values()}
-    expected = len(found["images" if "images" in found else "texts"])
-    if rows != {expected}:
-        raise UnreadableError(f"expected a metadata table of {expected} rows, one an image, got {sorted(rows)}")
-    caption = next((name for name in CAPTION_COLUMNS if name in table), None)
-    columns: dict[str, Any] = {"image_columns": {}, "text_columns": {}}
-    if caption is not None and "texts" in found and len(found["texts"]) == expected:
-        columns["text_columns"] = {"text": table[caption]}
-    if "images" in found and "image_ids" not in found and len(set(map(str, table.get("image_id", ())))) == expected:
-        columns["image_ids"] = table["image_id"]
-    if "images" in found:
-        columns["image_columns"] = {_renamed(name): values for name, values in table.items() if name != caption}
-    return columns
-
-
-def _renamed(name: str) -> str:
-    """clip-retrieval and many tables say image_path where a store says path."""
-    return "path" if name in ("image_path", "file_name", "filename") else name
+    rows = len(next(iter(table.values())))
+    of = {role: len(found[role]) for role in ("images", "texts") if role in found}
+    if rows not in of.values():
+        expected = " or ".join(f"{n}, one for each of the {role}" for role, n in of.items())
+        raise UnreadableError(f"expected a metadata table of as many rows as {expected}, got {rows}; correct the table")
+    columns = {PATH_NAMES.get(name, name) if "path" not in table else name: table[name] for name in table}
+    caption = next((columns.pop(name) for name in CAPTION_COLUMNS if name in columns), None)
+    texts = {} if caption is None or of.get("texts") != rows else {"text": caption}
+    if of.get("images") != rows:
+        return {"text_columns": {**texts, **columns}}
+    ids = columns.get("image_id", np.zeros(0))
+    given_ids = {"image_ids": ids} if "image_ids" not in found and len(set(map(str, ids))) == rows else {}
+    return {**given_ids, "image_columns": columns, "text_columns": texts}
 
 
 def _read_table(folder: Path) -> dict[str, np.ndarray]:

@@ -12,6 +12,7 @@ import numpy as np
 from grove_adapters.embeddings import Modality, Source
 from grove_adapters.errors import InputError, SourceMismatchError, StoreError
 from grove_adapters.extract.records import Caption, Record, Records
+from grove_adapters.extract.views import RECIPE
 from grove_adapters.store.files import column_array
 from grove_adapters.store.finishing import order_by_split
 from grove_adapters.store.manifest import Manifest, difference
@@ -45,6 +46,7 @@ class Plan:
             "captions": len(self.captions),
             "views": views,
             "view seed": seed if views else None,
+            "view recipe": RECIPE if views else None,
             "dtype": dtype,
         }
 

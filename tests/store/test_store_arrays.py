@@ -346,6 +346,17 @@ def test_plain_folders_bring_their_table(arrays, tmp_path, kind):
     assert store.source.model == "m"
 
 
+def test_a_table_with_a_row_for_each_text_describes_the_texts(arrays, tmp_path):
+    np.save(tmp_path / "images.npy", arrays[0][:5])
+    np.save(tmp_path / "texts.npy", arrays[1])
+    np.save(tmp_path / "links.npy", np.stack([np.arange(10) // 2, np.arange(10)], 1))
+    (tmp_path / "metadata.csv").write_text("level,caption\n" + "".join(f'{n % 2},"caption {n}"\n' for n in range(10)))
+    store = EmbeddingStore.from_folder(tmp_path / "store", tmp_path)
+    assert store.columns("image") == ()
+    assert store.column("text", "text")[7] == "caption 7"
+    assert store.column("text", "level").tolist() == [0, 1] * 5
+
+
 def test_folders_that_cannot_be_used_say_why(arrays, tmp_path):
     with pytest.raises(UnreadableError, match="got none; check the path"):
         EmbeddingStore.from_folder(tmp_path / "store", tmp_path / "nowhere")
@@ -356,7 +367,7 @@ def test_folders_that_cannot_be_used_say_why(arrays, tmp_path):
         EmbeddingStore.from_folder(tmp_path / "store", folder)
     np.save(folder / "image.npy", arrays[0])
     (folder / "metadata.csv").write_text("a\n1\n2\n")
-    with pytest.raises(UnreadableError, match=r"table of 10 rows, one an image, got \[2\]"):
+    with pytest.raises(UnreadableError, match="as many rows as 10, one for each of the images, got 2"):
         EmbeddingStore.from_folder(tmp_path / "store", folder)
     (folder / "metadata.csv").unlink()
     (folder / "pairs.json").write_text("{")

@@ -160,6 +160,7 @@ def test_rows_without_a_journal_entry_are_written_again(make_extractor, records,
     with pytest.raises(Interrupted):
         build(interrupted_after(make_extractor(), 2), records, path)
     partial = tmp_path / "store.partial"
+    (partial / "store" / "links.npy.77.partial").write_bytes(b"\x93NUM")
     with (partial / "store" / "image.npy").open("ab") as handle:
         handle.write(b"\x07" * 1000)
     with (partial / "journal.jsonl").open("ab") as handle:
@@ -270,6 +271,9 @@ def test_unreadable_images_are_skipped_with_their_captions_and_listed(make_extra
     assert all(image == text.split("#")[0] for image, text in _ids(store.pairs(), store.pairs().links))
     assert set(_ids(store.pairs(), store.pairs().positives)) == {("i0", "i1#1"), ("i1", "i10#0"), ("i4", "i0#0")}
     store.verify()
+    assert build(make_extractor(), damaged, tmp_path / "store", on_error="skip", views=1).reused
+    with pytest.raises(StoreError, match="left out 9 rows that could not be read"):
+        build(make_extractor(), damaged, tmp_path / "store", views=1)
 
 
 def test_skipping_survives_interruptions(make_extractor, damaged, tmp_path, monkeypatch):
