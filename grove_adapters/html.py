@@ -190,7 +190,7 @@ def _how_to_read_a_cell(report: CalibrationReport) -> str:
 
 def _table(rows: Sequence[Row], known: Sequence[KnownTruth]) -> str:
     direction = rows[0][1].direction
-    present = {name for _, report in rows for name in _scores(report)}
+    present = _defined([report for _, report in rows])
     columns = {name: heading for name, (heading, _) in COLUMNS.items() if name in present}
     truths = {item.adapter: item.score for item in known if item.direction == direction}
     headings = [*columns.values(), *([KNOWN[0]] if truths else [])]
@@ -215,6 +215,12 @@ def direction_title(report: CalibrationReport) -> str:
 
 def _scores(report: CalibrationReport) -> dict[str, Score]:
     return {**{f"recall@{k}": score for k, score in report.recall_at.items()}, **report.scores}
+
+
+def _defined(reports: Sequence[CalibrationReport]) -> set[str]:
+    """Scores that have a value in one report at least; the others are worth no column."""
+    scores = [item for report in reports for item in _scores(report).items()]
+    return {name for name, score in scores if not math.isnan(score.value)}
 
 
 def _cell(heading: str, score: Score | None) -> str:
@@ -393,7 +399,7 @@ def _data_uri(image: bytes) -> str:
 
 
 def _how_to_read(reports: Sequence[CalibrationReport], known: bool) -> str:
-    present = {name for report in reports for name in _scores(report)}
+    present = _defined(reports)
     entries = [meaning for name, meaning in COLUMNS.items() if name in present] + ([KNOWN] if known else [])
     first = reports[0]
     levels = (

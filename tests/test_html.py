@@ -144,7 +144,10 @@ def test_lone_surrogates_can_be_written(reports):
 
 def test_undefined_scores_are_said_to_be_undefined(reports):
     report = replace(reports[0], scores={**reports[0].scores, "spearman": Score(math.nan)})
-    assert "undefined</td>" in html.report_page([report])
+    assert "undefined</td>" in html.report_page([report, reports[1]])
+    alone = html.report_page([report])
+    assert "undefined</td>" not in alone  # a column without any value is left out
+    assert 'data-label="S"' not in alone
 
 
 def test_labels_replace_adapter_names_and_equal_names_keep_their_figures(reports):

@@ -101,7 +101,10 @@ class Evaluation:
         return rows
 
     def table(self, *, markdown: bool = False) -> str:
-        """The comparison as text: one block a direction, one row an adapter, each value with its interval."""
+        """The comparison as text: one block a direction, one row an adapter, each value with its interval.
+
+        Scores that are undefined for every adapter have no column.
+        """
         draw = markdown_table if markdown else text_table
         blocks = []
         for direction in dict.fromkeys(report.direction for report in self.reports):
@@ -110,7 +113,8 @@ class Evaluation:
                 for label, report in zip(self.labels, self.reports, strict=True)
                 if report.direction == direction
             ]
-            columns = {name: head for name, head in TABLE.items() if any(name in scores for _, scores in rows)}
+            defined = {name for _, scores in rows for name, score in scores.items() if not math.isnan(score.value)}
+            columns = {name: heading for name, heading in TABLE.items() if name in defined}
             cells = [(label, [scores.get(name) for name in columns]) for label, scores in rows]
             blocks.append(draw(self._title(direction), ["adapter", *columns.values()], cells))
         return "\n\n".join(blocks)
