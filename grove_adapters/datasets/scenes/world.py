@@ -114,13 +114,8 @@ class Scene:
             )
         object.__setattr__(self, "objects", tuple(sorted(self.objects, key=lambda thing: thing.cell)))
 
-    @property
-    def content(self) -> tuple[tuple[Thing, ...], str]:
-        """What a caption can speak about: objects and background, without degradation and look."""
-        return self.objects, self.background
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SceneTable:
     """Many scenes as arrays: the form in which descriptions are checked against thousands of scenes.
 
@@ -227,9 +222,9 @@ class ScenePrior:
     size: tuple[float, ...] = (0.5, 0.5)
     fill: tuple[float, ...] = (0.5, 0.25, 0.25)
     background: tuple[float, ...] = (0.4, 0.2, 0.2, 0.2)
-    blur: tuple[float, ...] = (0.6, 0.16, 0.14, 0.1)
-    noise: tuple[float, ...] = (0.6, 0.16, 0.14, 0.1)
-    occlusion: tuple[float, ...] = (0.6, 0.16, 0.14, 0.1)
+    blur: tuple[float, ...] = (0.7, 0.12, 0.1, 0.08)
+    noise: tuple[float, ...] = (0.7, 0.12, 0.1, 0.08)
+    occlusion: tuple[float, ...] = (0.7, 0.12, 0.1, 0.08)
 
     def __post_init__(self) -> None:
         lengths = {name: len(values) for name, values in ATTRIBUTES.items()}
