@@ -27,6 +27,7 @@ __all__ = [
 ADAPTERS: Registry[Adapter] = Registry(
     "adapter",
     {
+        "density_ratio": "grove_adapters.adapters.density_ratio:DensityRatio",
         "deterministic": "grove_adapters.adapters.deterministic:Deterministic",
         "grove": "grove_adapters.adapters.grove:GroVE",
         "ttda": "grove_adapters.adapters.ttda:TTDA",
