@@ -59,10 +59,12 @@ class Gallery:
     Attributes:
         title: Heading.
         examples: In the order they are shown.
+        note: What a card shows.
     """
 
     title: str
     examples: Sequence[Example]
+    note: str = ""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -370,7 +372,8 @@ def _gallery(gallery: Gallery) -> str:
     cards = "\n".join(_card(example) for example in gallery.examples)
     return (
         f"<h2>{escape(gallery.title)}</h2>\n"
-        '<div class="scale">certain<i></i>uncertain</div>\n'
+        + (f'<p class="note">{escape(gallery.note)}</p>\n' if gallery.note else "")
+        + '<div class="scale">certain<i></i>uncertain</div>\n'
         f'<div class="examples">\n{cards}\n</div>'
     )
 
@@ -406,12 +409,16 @@ def _how_to_read(reports: Sequence[CalibrationReport], known: bool) -> str:
         f"Queries are sorted by uncertainty and cut into {len(first.levels)} levels "
         f"({first.protocol.replace('_', ' ')}); recall is counted in each."
     )
+    apart = (
+        "<p>To be ambiguous is not to be wrong: where many answers are true, a vague query is easy. So ρ known, which "
+        "asks whether ambiguity is seen, and AUROC, which asks whether errors are, can disagree.</p>\n"
+    )
     terms = "\n".join(f"<dt>{escape(symbol)}</dt><dd>{escape(meaning)}</dd>" for symbol, meaning in entries)
     return (
         f"<h2>How to read it</h2>\n<p>{escape(levels)} If the uncertainty can be trusted, recall falls from level to "
         "level, leaving out uncertain queries lowers the risk, and AUROC lies well above one half. A number without a "
         "value (“undefined”) cannot be computed from these queries, for instance a correlation where recall "
-        f"never changes.</p>\n<dl>\n{terms}\n</dl>"
+        f"never changes.</p>\n{apart if known else ''}<dl>\n{terms}\n</dl>"
     )
 
 

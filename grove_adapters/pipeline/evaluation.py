@@ -226,7 +226,7 @@ def _gallery_from_json(content: Mapping[str, Any]) -> Gallery:
         Example(**{**example, "image": None if example["image"] is None else base64.b64decode(example["image"])})
         for example in content["examples"]
     ]
-    return Gallery(title=content["title"], examples=examples)
+    return Gallery(**{**content, "examples": examples})
 
 
 def _known_from_json(content: Mapping[str, Any], score: type[Score]) -> KnownTruth:

@@ -15,6 +15,7 @@ from grove_adapters.config import nearest
 from grove_adapters.errors import InputError, UnknownNameError
 from grove_adapters.html import Example, Gallery, KnownTruth
 from grove_adapters.pipeline.evaluation import Evaluation
+from grove_adapters.pipeline.tables import short
 
 if TYPE_CHECKING:
     from grove_adapters.adapters import Adapter
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 DIRECTIONS: tuple[Direction, Direction] = ("i2t", "t2i")
 ASKING = {"i2t": "Images", "t2i": "Captions"}
+CARDS = {
+    "i2t": "Each card shows the picture that asks, the longest of its own captions, and the caption that was found.",
+    "t2i": "Each card shows the picture that was found, and below it the caption that asks.",
+}
 SIDES: dict[Direction, Modality] = {"i2t": "image", "t2i": "text"}
 THUMBNAIL = 160  # pixels of the longer side
 
@@ -343,7 +348,7 @@ def gallery(
             words, answer = max(own, key=len, default=str(result.ids[query])), str(captions[first[query]])
         else:
             words, answer = str(captions[row]), ""
-        note = "" if known is None else f"{known[0]} {known[1][row]:.2f}".replace("-", "−")
+        note = "" if known is None else f"{known[0]} {short(known[1][row], 2)}"
         examples.append(
             Example(
                 query=words,
@@ -355,7 +360,7 @@ def gallery(
                 note=note,
             )
         )
-    return Gallery(title=title, examples=examples)
+    return Gallery(title=title, examples=examples, note=CARDS[result.direction])
 
 
 def _asking(pairs: Pairs, direction: str) -> Embeddings:

@@ -16,6 +16,7 @@ from grove_adapters.pipeline import (
     retrieve_both,
     retrieve_folds,
 )
+from grove_adapters.pipeline.tables import short
 from grove_adapters.store import EmbeddingStore
 
 
@@ -153,7 +154,7 @@ def test_a_gallery_goes_from_most_to_least_certain(world, adapter):
                 assert example.image == str(query).encode()
             else:
                 assert example.image == str(world.pairs.images.ids[top]).encode()
-            assert example.note == f"noise {world.text_noise[row]:.2f}"
+            assert example.note == f"noise {short(world.text_noise[row], 2)}"
 
 
 def test_a_store_lends_its_columns(store, adapter):
