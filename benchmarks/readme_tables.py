@@ -1,0 +1,122 @@
+"""Writes the README's tables from benchmarks/results, so that no figure in it is typed by hand.
+
+python benchmarks/readme_tables.py            # rewrites the tables between the markers in README.md
+python benchmarks/readme_tables.py --check    # exit code 1 where the README says something else
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grove_adapters import _io
+from grove_adapters.pipeline.tables import short
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
+ASKING = {"i2t": "images ask", "t2i": "captions ask"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare only")
+    arguments = parser.parse_args()
+    old = README.read_text(encoding="utf-8")
+    new = MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", old)
+    if new == old:
+        print("README.md agrees with benchmarks/results")
+        return 0
+    if arguments.check:
+        print("README.md differs from benchmarks/results; run python benchmarks/readme_tables.py", file=sys.stderr)
+        return 1
+    _io.write_text(README, new)
+    print("README.md rewritten")
+    return 0
+
+
+def demo() -> str:
+    """Every adapter on the rendered world, both directions."""
+    rows = _io.read_json(RESULTS / "demo_world.json")["rows"]
+    columns = {"recall": "R@1", "spearman": "S", "neg_s_r2": "−S·R²", "auroc": "AUROC", "known": "ρ"}
+    return _comparison(rows, columns, lambda row: ASKING[row["direction"]])
+
+
+def real_pairs() -> str:
+    """Every adapter on real pairs and on the control, five folds."""
+    result = _io.read_json(RESULTS / "real_pairs.json")
+    columns = {"recall": "R@1", "spearman": "S", "neg_s_r2": "−S·R²", "auroc": "AUROC"}
+    table = _comparison(result["rows"], columns, lambda row: f"{row['data']}: {ASKING[row['direction']]}")
+    return f"{table}\n\n{result['control'][0].upper()}{result['control'][1:]}."
+
+
+def tiny_clip() -> str:
+    """Recall of the bundled model where it is easy and where it is hard."""
+    result = _io.read_json(RESULTS / "tiny_clip.json")
+    names = {"image_to_text": "image → caption", "text_to_image": "caption → image"}
+    gallery = f"gallery of {result['clean']['gallery']:,}"
+    lines = []
+    for direction, name in names.items():
+        hardest = result["mixed"][direction][_hardest(result["mixed"][direction])]["own"]
+        lines.append([name, _recall(result["clean"][direction]), _recall(hardest)])
+    return _markdown(["R@1, " + gallery, "clean scenes, full captions", "hardest tenth of the mixed world"], lines)
+
+
+def speed() -> str:
+    """Ratios to named rivals, each measured in one run."""
+    step = _io.read_json(RESULTS / "grove_step.json")
+    extract = _io.read_json(RESULTS / "extract_speed.json")
+    sizes = step["sizes"]
+    rival = f"one GP per dimension in GPyTorch, D = {sizes['dim']}, M = {sizes['inducing']}, batch {sizes['batch']}"
+    return _markdown(
+        ["what", "against", "figure"],
+        [
+            ["a training step of GroVE", rival, f"{step['times_faster']:,.0f} × faster"],
+            ["extraction of photographs, ViT-B/32", "its own encoder + decoding, each alone", _floor(extract)],
+        ],
+    )
+
+
+def _floor(extract: Mapping[str, Any]) -> str:
+    return f"{extract['ratio to the floor']:.2f} × their sum"
+
+
+def _hardest(deciles: Sequence[Mapping[str, Any]]) -> int:
+    return min(range(len(deciles)), key=lambda number: deciles[number]["own"]["recall_at_1"])
+
+
+def _recall(measure: Mapping[str, Any]) -> str:
+    low, high = measure["interval_95"]
+    return f"{short(measure['recall_at_1'], 3)} [{short(low, 2)}, {short(high, 2)}]"
+
+
+def _comparison(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], block: Callable[[Any], str]) -> str:
+    lines = []
+    for row in rows:
+        cells = [_score(row, name) for name in columns]
+        lines.append([block(row), str(row["adapter"]), *cells])
+    return _markdown(["queries", "adapter", *columns.values()], lines)
+
+
+def _score(row: Mapping[str, Any], name: str) -> str:
+    if row.get(name) is None:
+        return "undefined"
+    interval = ""
+    if row.get(f"{name}_low") is not None:
+        interval = f" [{short(row[f'{name}_low'], 2)}, {short(row[f'{name}_high'], 2)}]"
+    return short(row[name], 3) + interval
+
+
+def _markdown(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in [headings, ["---"] * len(headings), *lines])
+
+
+TABLES: dict[str, Callable[[], str]] = {"demo": demo, "real_pairs": real_pairs, "tiny_clip": tiny_clip, "speed": speed}
+
+if __name__ == "__main__":
+    sys.exit(main())
