@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import hashlib
 import os
 import shutil
 import time
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from grove_adapters import _checks, _io, seeding
+from grove_adapters.adapters.checkpoint import Checkpoint
 from grove_adapters.config import Config
 from grove_adapters.embeddings import Embeddings, Modality, Pairs, Source, as_float32
 from grove_adapters.errors import (
@@ -84,12 +86,21 @@ class FitRun:
         device: Where to compute.
         progress: Whether to show a progress bar.
         report: To be filled in by the method and the loop.
+        checkpoint: Where loops keep what going on after a crash needs, or None.
     """
 
     seed: int
     device: torch.device
     progress: bool
     report: FitReport
+    checkpoint: Checkpoint | None = None
+
+    def part(self, name: str) -> FitRun:
+        """The run of one of several fits inside this one: with a seed, a report and a checkpoint of its own."""
+        seed = seeding.derive(self.seed, name)
+        report = FitReport(adapter=self.report.adapter, seed=seed, n_pairs=self.report.n_pairs)
+        checkpoint = None if self.checkpoint is None else self.checkpoint.part(name)
+        return dataclasses.replace(self, seed=seed, report=report, checkpoint=checkpoint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +192,7 @@ class Adapter(abc.ABC):
         seed: int = 0,
         device: str | torch.device = "cpu",
         progress: bool = False,
+        checkpoint: str | Path | None = None,
     ) -> Self:
         """Learn from pairs; a second fit forgets the first, a failed one leaves it in place.
 
@@ -191,6 +203,8 @@ class Adapter(abc.ABC):
             seed: Address of every random number drawn; equal seeds give equal results.
             device: Where to compute.
             progress: Whether to show a progress bar.
+            checkpoint: Folder for the state after each epoch. The same call after an interruption goes on from there
+                and ends in the same numbers; the folder is removed when the fit has ended.
 
         Returns:
             The adapter itself.
@@ -199,6 +213,7 @@ class Adapter(abc.ABC):
             InputError: NaN in the data, widths that differ.
             SourceMismatchError: Images, texts or validation pairs come from different models.
             NumericalError: The fit diverged; the message says where.
+            StoreError: The checkpoint is of another fit, or cannot be written.
         """
         for part, what in ((pairs, "pairs"), (validation, "validation")):
             if part is not None and not isinstance(part, Pairs):
@@ -209,7 +224,8 @@ class Adapter(abc.ABC):
             _checks.finite(embeddings.values, what=f"{embeddings.modality} embeddings", ids=embeddings.ids)
             self._enough_views(embeddings)
         report = FitReport(adapter=self.name, seed=seed, n_pairs=len(pairs), n_validation=len(validation or ()))
-        run = FitRun(seed=seed, device=torch.device(device), progress=progress, report=report)
+        kept = None if checkpoint is None else Checkpoint(Path(checkpoint), self._identity(pairs, validation, seed))
+        run = FitRun(seed=seed, device=torch.device(device), progress=progress, report=report, checkpoint=kept)
         started = time.perf_counter()
         with seeding.local(seed):
             module = self._fit(pairs, validation, run)
@@ -219,6 +235,8 @@ class Adapter(abc.ABC):
                 raise NumericalError(f"{self.name}.fit expected finite numbers, got NaN or infinity in {name!r}")
         self.module_ = module.cpu().eval().requires_grad_(False)
         self.dim_, self.source_, self.fit_report_ = pairs.dim, pairs.source, report
+        if kept is not None:
+            kept.remove()
         return self
 
     @final
@@ -365,6 +383,22 @@ class Adapter(abc.ABC):
             raise NotFittedError(
                 f"{self.name} expected to be fitted before {call}; call fit(pairs) or load_adapter first"
             )
+
+    def _identity(self, pairs: Pairs, validation: Pairs | None, seed: int) -> dict[str, Any]:
+        """What tells one fit from another, for its checkpoint."""
+        digest = hashlib.sha256()
+        for part in (pairs, validation):
+            if part is not None:
+                digest.update(np.ascontiguousarray(part.links).tobytes())
+        for embeddings in _parts(pairs, validation):
+            digest.update("\n".join(embeddings.ids).encode())
+        return {
+            "adapter": self.name,
+            "config": self.config.to_dict(),
+            "seed": seed,
+            "source": pairs.source.fingerprint,
+            "data": digest.hexdigest(),
+        }
 
     def _same_source(self, expected: Source, embeddings: Embeddings, call: str) -> None:
         if embeddings.source.fingerprint != expected.fingerprint:

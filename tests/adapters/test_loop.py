@@ -1,11 +1,15 @@
+import contextlib
+import dataclasses
 import math
 
 import pytest
 import torch
 
 from grove_adapters.adapters.base import FitReport, FitRun
-from grove_adapters.adapters.loop import LoopConfig, minimise
-from grove_adapters.errors import ConfigError, NumericalError
+from grove_adapters.adapters.checkpoint import Checkpoint
+from grove_adapters.adapters.loop import LoopConfig, hold_out, minimise
+from grove_adapters.datasets.synthetic import make_pairs
+from grove_adapters.errors import ConfigError, NumericalError, StoreError
 
 TARGETS = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
 
@@ -118,3 +122,125 @@ def test_sparse_parameters_move_only_in_their_rows():
 def test_settings_out_of_range_are_refused(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         LoopConfig(**settings)
+
+
+class Interrupted(Exception):
+    """Stands for a machine that goes away."""
+
+
+@pytest.mark.parametrize("stop_after", [1, 3, 4, 7])
+@pytest.mark.parametrize("validated", [True, False])
+def test_an_interrupted_run_ends_like_an_undisturbed_one(tmp_path, stop_after, validated):
+    settings = LoopConfig(epochs=8, batch_size=64, learning_rate=0.1, patience=3)
+
+    def run_once(checkpoint, die_at=None):
+        model = torch.nn.Module()
+        model.table = torch.nn.Embedding.from_pretrained(torch.zeros(200, 3), freeze=False, sparse=True)
+        model.noisy = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5))
+        torch.nn.init.eye_(model.noisy[0].weight)
+        torch.nn.init.zeros_(model.noisy[0].bias)
+        run = dataclasses.replace(make_run(), checkpoint=checkpoint)
+        calls = 0
+
+        def objective(rows):
+            nonlocal calls
+            calls += 1
+            if die_at is not None and calls > 4 * die_at + 2:
+                raise Interrupted
+            return {"loss": (model.noisy(TARGETS[rows]) - model.table(rows)).square().mean()}
+
+        def validate():
+            return abs(run.report.epochs - 5) + float(model.noisy[0].bias.norm())
+
+        sparse = torch.optim.SparseAdam([model.table.weight])
+        with contextlib.suppress(Interrupted):
+            minimise(objective, model, 200, settings, run, others=[sparse], validate=validate if validated else None)
+        return model.state_dict(), run.report
+
+    weights, report = run_once(None)
+    checkpoint = Checkpoint(tmp_path / "fit", {"seed": 0})
+    run_once(checkpoint, die_at=stop_after)
+    assert [path.name for path in checkpoint.folder.iterdir()] == ["fit_state.safetensors"]
+    for _ in range(2):  # the second time there is nothing left to do
+        resumed, again = run_once(checkpoint)
+        assert again == report
+        for name, tensor in weights.items():
+            assert torch.equal(resumed[name], tensor), name
+
+
+def test_a_checkpoint_of_another_fit_is_refused_and_only_states_are_removed(tmp_path):
+    model = Centre()
+    one = Checkpoint(tmp_path / "fit", {"seed": 0, "config": {"epochs": 2}})
+    minimise(model.objective, model, 200, LoopConfig(epochs=2), dataclasses.replace(make_run(), checkpoint=one))
+    one.part("inner").write({"x": torch.zeros(1)}, {})
+    other = dataclasses.replace(one, facts={"seed": 1, "config": {"epochs": 2}})
+    with pytest.raises(StoreError, match="another seed"):
+        minimise(model.objective, model, 200, LoopConfig(epochs=2), dataclasses.replace(make_run(), checkpoint=other))
+    (tmp_path / "fit" / "thesis.txt").write_text("years of work")
+    one.remove()
+    assert [path.name for path in (tmp_path / "fit").iterdir()] == ["thesis.txt"]
+
+
+def test_a_fit_goes_on_from_its_checkpoint_and_removes_it(tmp_path):
+    from grove_adapters.adapters.base import Adapter
+
+    class Toy(Adapter):
+        name = "toy"
+        config_class = LoopConfig
+        dies = False
+
+        def _fit(self, pairs, validation, run):
+            model = Centre()
+
+            def objective(rows):
+                if self.dies and run.report.epochs == 2:
+                    raise Interrupted
+                return model.objective(rows)
+
+            minimise(objective, model, 200, self.config, run)
+            return model
+
+        def _predict(self, batch):
+            raise NotImplementedError
+
+    pairs = make_pairs(200, dim=3).pairs
+    toy = Toy(epochs=4)
+    toy.dies = True
+    with pytest.raises(Interrupted):
+        toy.fit(pairs, seed=5, checkpoint=tmp_path / "fit")
+    with pytest.raises(StoreError, match="another seed"):
+        Toy(epochs=4).fit(pairs, seed=6, checkpoint=tmp_path / "fit")
+    with pytest.raises(StoreError, match="another data"):
+        Toy(epochs=4).fit(pairs.take_images(range(199)), seed=5, checkpoint=tmp_path / "fit")
+    resumed, whole = Toy(epochs=4).fit(pairs, seed=5, checkpoint=tmp_path / "fit"), Toy(epochs=4).fit(pairs, seed=5)
+    assert torch.equal(resumed.module_.point, whole.module_.point)
+    assert resumed.fit_report_.history == whole.fit_report_.history
+    assert not (tmp_path / "fit").exists()
+
+
+def test_parts_of_a_run_have_seeds_and_checkpoints_of_their_own(tmp_path):
+    run = dataclasses.replace(make_run(), checkpoint=Checkpoint(tmp_path, {}))
+    one, two = run.part("fold-0"), run.part("fold-1")
+    assert len({run.seed, one.seed, two.seed}) == 3
+    assert one.checkpoint.folder == tmp_path / "fold-0"
+    assert make_run().part("fold-0").checkpoint is None
+    assert one.report is not run.report
+
+
+def test_held_out_images_take_all_their_texts_along():
+    pairs = make_pairs(100, dim=4).pairs
+    run = make_run()
+    fit, validation = hold_out(pairs, None, 0.1, run)
+    assert (len(fit), len(validation), run.report.n_validation) == (90, 10, 10)
+    assert not set(fit.texts.ids) & set(validation.texts.ids)
+    assert hold_out(pairs, validation, 0.1, run) == (pairs, validation)
+    assert hold_out(pairs.take_images(range(19)), None, 0.1, run)[1] is None
+    assert hold_out(pairs, None, 0.0, run) == (pairs, None)
+    assert run.report.n_validation == 0
+
+
+def test_random_numbers_of_a_loop_are_its_own():
+    before = torch.get_rng_state()
+    model = Centre()
+    minimise(lambda rows: {"loss": (model.point * torch.randn(3)).sum()}, model, 10, LoopConfig(epochs=1), make_run())
+    assert torch.equal(torch.get_rng_state(), before)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from grove_adapters import seeding
@@ -17,12 +16,11 @@ from grove_adapters.adapters.grove.data import LinkedRows
 from grove_adapters.adapters.grove.gp import SparseGP
 from grove_adapters.adapters.grove.inference import LatentInference
 from grove_adapters.adapters.grove.model import Decoders, NaturalGradient, Objective
-from grove_adapters.adapters.loop import minimise
+from grove_adapters.adapters.loop import hold_out, minimise
 from grove_adapters.embeddings import MODALITIES, Pairs
 
 ANCHORS = 512  # training latents kept for prediction
 VALIDATION_ROWS = 128  # held-out links looked at after each epoch
-FEWEST_IMAGES = 20  # with fewer, nothing is held out
 SMALLEST_DISPLACEMENT = 0.01  # RMS; a fit that moves latents less has not fitted them
 
 
@@ -49,11 +47,7 @@ class GroVE(Adapter):
 
     def _fit(self, pairs: Pairs, validation: Pairs | None, run: FitRun) -> torch.nn.Module:
         config, report = self.config, run.report
-        linked = np.unique(pairs.links[:, 0])
-        if validation is None and config.validation_share and len(linked) >= FEWEST_IMAGES:
-            kept, seed = 1 - config.validation_share, seeding.derive(run.seed, "validation")
-            pairs, validation = pairs.take_images(linked).split(kept, seed=seed)
-        report.n_validation = len(validation or ())
+        pairs, validation = hold_out(pairs, validation, config.validation_share, run)
         data = LinkedRows(pairs, run.device)
         start = initialise.start(
             data, config.latent_dim, seeding.derive(run.seed, "latents"), random=config.latent_init == "random"

@@ -4,27 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal
 
-from grove_adapters import _checks
 from grove_adapters.adapters.loop import LoopConfig
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "paper": {
-        "latent_init": "random",
-        "latent_prior": False,
-        "reconstruction_weight": 0.01,
-        "alignment_weight": 400.0,
-        "align_constants": True,
-        "uncertainty": "variance",
-        "epochs": 200,
-        "batch_size": 64,
-        "learning_rate": 1e-5,
-        "latent_learning_rate": 1e-5,
-        "validation_share": 0.0,
-    },
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +36,22 @@ class GroVEConfig(LoopConfig):
         learning_rate: Of the inducing inputs, length scales, output scales and noises.
     """
 
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {
+            "latent_init": "random",
+            "latent_prior": False,
+            "reconstruction_weight": 0.01,
+            "alignment_weight": 400.0,
+            "align_constants": True,
+            "uncertainty": "variance",
+            "epochs": 200,
+            "batch_size": 64,
+            "learning_rate": 1e-5,
+            "latent_learning_rate": 1e-5,
+            "validation_share": 0.0,
+        }
+    }
+
     latent_dim: int = 10
     n_inducing: int = 250
     reconstruction_weight: float = 1.0
@@ -76,15 +74,3 @@ class GroVEConfig(LoopConfig):
             self.require(getattr(self, name) > 0, name, "a number > 0")
         self.require(self.alignment_weight >= 0, "alignment_weight", "a number ≥ 0")
         self.require(0 < self.natural_rate <= 1, "natural_rate", "a share above 0 and up to 1")
-
-    @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
-        """Build from a mapping, in which ``preset`` names the settings to start from.
-
-        Raises:
-            ConfigError: A name is unknown (the nearest valid one is offered) or a value does not fit.
-            InputError: No such preset.
-        """
-        chosen = dict(settings)
-        preset = _checks.choice(chosen.pop("preset", "default"), tuple(PRESETS), what="preset")
-        return super().from_dict({**PRESETS[preset], **chosen})
