@@ -102,7 +102,7 @@ def cosine(queries: Distributions | Any, gallery: Distributions | Any) -> torch.
 def csd(queries: Distributions, gallery: Distributions) -> torch.Tensor:
     """(Q, G) negated closed-form sampled distance: −E‖Z_q − Z_g‖² = −(‖μ_q − μ_g‖² + Σ(σ²_q + σ²_g)) < 0.
 
-    Source: PCME++ Eq. 1, ProLIP Eq. 1 with σ² where the latter prints σ (METHODS E24).
+    Source: PCME++ Eq. 1, ProLIP Eq. 1 with σ² where the latter prints σ.
     """
     q, g = _both(queries, gallery)
     distance = _square_distance(q.mean, g.mean)

@@ -45,7 +45,7 @@ SCORES: dict[str, Kind] = {
 * ``recall``: mean correctness.
 * ``spearman``: S, rank correlation of a level's number with its recall; −1 is ideal.
 * ``r2``: R² of the straight line through recall over the level's number.
-* ``neg_s_r2``: −S·R²; 1 is ideal, 0 is no relation. Source: GroVE's headline, with disjoint levels (METHODS E7).
+* ``neg_s_r2``: −S·R²; 1 is ideal, 0 is no relation. Source: GroVE's headline, with disjoint levels.
 * ``auroc``: probability that a wrong query is more uncertain than a right one, ties counting half. Soft correctness c
   is c of a right and 1 − c of a wrong query.
 * ``aurc``: mean over n of the error among the n most certain queries; 0 is ideal. Queries of equal uncertainty

@@ -74,7 +74,7 @@ def retrieve(
         SourceMismatchError: Images and texts come from different models.
 
     Source: GroVE sec. 4; Recall@k counts any true match, as ECCV Caption does. The deterministic baseline's published
-    uncertainty is ``"true_pair_distance"`` (METHODS E27).
+    uncertainty is ``"true_pair_distance"``.
     """
     _check_posteriors(images, texts)
     _checks.choice(direction, ("i2t", "t2i"), what="direction")

@@ -87,7 +87,7 @@ def test_same_seed_same_report_and_the_global_state_is_left_alone():
 
 
 def test_an_uninformative_uncertainty_is_called_that():
-    """Errata E7: published bins give −S·R² > .3 in 41 % of such runs, and a mean of +.17."""
+    """The published, nested bins give −S·R² > .3 in 41 % of such runs, and a mean of +.17."""
     random = np.random.default_rng(1)
     values, p_values, covered = [], [], []
     for run in range(200):
