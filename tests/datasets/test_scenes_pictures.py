@@ -77,7 +77,7 @@ def test_more_degradation_is_never_less_ambiguous(kind):
 def test_the_closed_form_share_is_the_share_of_scenes_that_look_alike():
     reference = PRIOR.draw(60_000, seed=1)
     checked = 0
-    for scene in PRIOR.draw(200, seed=2):
+    for scene in PRIOR.draw(300, seed=2):
         seen = evidence(scene)
         exact = math.exp(log_share_shown(seen, PRIOR))
         found = compatible(seen, reference).mean()
