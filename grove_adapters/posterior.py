@@ -17,6 +17,7 @@ import torch
 from grove_adapters import _checks, _io, seeding
 from grove_adapters.embeddings import Modality, Source, as_float32, take_rows
 from grove_adapters.errors import InputError, UnreadableError
+from grove_adapters.spherical import POWER_SPHERICAL, VON_MISES_FISHER, Law, Moments
 
 Summary = Literal["mean", "sum", "geometric_mean", "log_det", "max"]
 SUMMARIES: tuple[Summary, ...] = ("mean", "sum", "geometric_mean", "log_det", "max")
@@ -370,8 +371,103 @@ class SampledEmbedding(ProbabilisticEmbedding):
         return gaussian.log_prob(points)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DirectionalEmbedding(ProbabilisticEmbedding):
+    """Distributions of unit vectors, symmetric about a mean direction; D ≥ 2.
+
+    The mean lies inside the sphere, and the variance is the diagonal of the covariance, which is one number along the
+    mean direction and another across it. The uncertainty is a decreasing function of the concentration.
+
+    Attributes:
+        direction: (N, D) unit vectors μ.
+        concentration: (N,) κ > 0.
+    """
+
+    direction: torch.Tensor
+    concentration: torch.Tensor
+    law: ClassVar[Law]
+    aleatoric: ClassVar[None] = None
+    epistemic: ClassVar[None] = None
+
+    tensor_fields = ("direction", "concentration")
+
+    def _check(self, what: str) -> None:
+        _two_dimensional(self.direction, what)
+        if self.direction.shape[1] < 2:
+            raise InputError(f"{what} expected at least 2 dimensions, got 1; the unit sphere of R is two points")
+        if self.concentration.shape != (len(self.direction),):
+            raise InputError(
+                f"{what} expected one concentration an item, shape ({len(self.direction)},), got "
+                f"{tuple(self.concentration.shape)}"
+            )
+        _checks.positive(self.concentration, what=f"concentration of {what}")
+        if not _checks.normalised(self.direction):
+            raise InputError(f"{what} expected directions of unit length, got others; divide them by their norms")
+
+    @property
+    def _moments(self) -> Moments:
+        return Moments(*(x[:, None] for x in self.law.moments(self.concentration, self.dim)))
+
+    def __len__(self) -> int:
+        return len(self.direction)
+
+    @property
+    def dim(self) -> int:
+        """D, the width of the embedding space."""
+        return int(self.direction.shape[1])
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """(N, D) means, shorter than 1."""
+        return self._moments.length * self.direction
+
+    @property
+    def variance(self) -> torch.Tensor:
+        """(N, D) variances of the coordinates: across + (along − across) μ²."""
+        _, along, across = self._moments
+        return across + (along - across) * self.direction.square()
+
+    @final
+    def sample(self, n: int, *, seed: int = 0) -> torch.Tensor:
+        """(N, n, D) independent unit vectors."""
+        _checks.count(n, what="number of samples")
+        return self.law.sample(self.direction, self.concentration, n, seed=seed)
+
+    @final
+    def log_prob(self, points: torch.Tensor) -> torch.Tensor:
+        """(N, G) log densities (nats) on the sphere, of the directions of G points of shape (G, D)."""
+        points = _points(points, self)
+        _checks.nonzero_rows(points, what="points of log_prob")
+        cosine = self.direction @ torch.nn.functional.normalize(points, dim=1).T
+        normaliser = self.law.log_normaliser(self.concentration, self.dim)
+        return normaliser[:, None] + self.law.log_kernel(cosine.clamp(-1, 1), self.concentration[:, None])
+
+
+@final
+@dataclass(frozen=True, eq=False, kw_only=True)
+class VonMisesFisherEmbedding(DirectionalEmbedding):
+    """Densities C_D(κ) exp(κ ⟨μ, x⟩) on the unit sphere; see `DirectionalEmbedding`."""
+
+    law = VON_MISES_FISHER
+
+
+@final
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PowerSphericalEmbedding(DirectionalEmbedding):
+    """Densities proportional to (1 + ⟨μ, x⟩)^κ on the unit sphere; see `DirectionalEmbedding`."""
+
+    law = POWER_SPHERICAL
+
+
 _FINALS: dict[str, type[ProbabilisticEmbedding]] = {
-    kind.__name__: kind for kind in (GaussianEmbedding, GeneralizedGaussianEmbedding, SampledEmbedding)
+    kind.__name__: kind
+    for kind in (
+        GaussianEmbedding,
+        GeneralizedGaussianEmbedding,
+        SampledEmbedding,
+        VonMisesFisherEmbedding,
+        PowerSphericalEmbedding,
+    )
 }
 
 

@@ -11,8 +11,10 @@ from grove_adapters.errors import InputError, UnreadableError
 from grove_adapters.posterior import (
     GaussianEmbedding,
     GeneralizedGaussianEmbedding,
+    PowerSphericalEmbedding,
     ProbabilisticEmbedding,
     SampledEmbedding,
+    VonMisesFisherEmbedding,
 )
 from grove_adapters.testing import posterior_checks
 
@@ -36,6 +38,12 @@ def sampled():
     return SampledEmbedding(samples=torch.tensor(RANDOM.normal(size=(5, 9, 4))), modality="image")
 
 
+def directional(kind=VonMisesFisherEmbedding, **change):
+    concentration = torch.tensor([0.1, 1.0, 10.0, 100.0, 1e5], dtype=torch.float64)
+    direction = torch.nn.functional.normalize(MEAN, dim=1)
+    return kind(**{"direction": direction, "concentration": concentration, "modality": "text", **change})
+
+
 @pytest.mark.parametrize(
     "posterior",
     [
@@ -45,8 +53,10 @@ def sampled():
         generalized(),
         generalized(epistemic=SPREAD),
         sampled(),
+        directional(),
+        directional(PowerSphericalEmbedding, maker={"adapter": "x"}),
     ],
-    ids=["gaussian", "isotropic", "two-parts", "generalized", "generalized-epistemic", "sampled"],
+    ids=["gaussian", "isotropic", "two-parts", "generalized", "generalized-epistemic", "sampled", "vmf", "power"],
 )
 def test_contract(posterior):
     posterior_checks(posterior)
@@ -114,6 +124,41 @@ def test_sampled_variance_is_unbiased_and_agreeing_samples_keep_a_floor():
     np.testing.assert_allclose(posterior.variance, posterior.samples.numpy().var(1, ddof=1))
     same = SampledEmbedding(samples=torch.ones(2, 3, 4), modality="image")
     assert bool((same.variance > 0).all())
+
+
+@pytest.mark.parametrize("kind", [VonMisesFisherEmbedding, PowerSphericalEmbedding])
+def test_directional_moments_are_those_of_the_draws(kind):
+    posterior = directional(kind)
+    draws = posterior.sample(20_000, seed=1)
+    torch.testing.assert_close(draws.var(1), posterior.variance, rtol=0.06, atol=0)
+    assert posterior.uncertainty.tolist() == sorted(posterior.uncertainty.tolist(), reverse=True)
+    total = posterior.variance.sum(1) + posterior.mean.square().sum(1)  # E‖x‖²
+    torch.testing.assert_close(total, torch.ones(5, dtype=torch.float64))
+
+
+def test_directional_density_against_scipy_and_in_the_direction_of_its_points():
+    posterior, points = directional(), torch.tensor(RANDOM.normal(size=(7, 4)))
+    unit = torch.nn.functional.normalize(points, dim=1)
+    parameters = zip(posterior.direction[:4].numpy(), posterior.concentration[:4].tolist(), strict=True)
+    laws = [stats.vonmises_fisher(direction, concentration) for direction, concentration in parameters]
+    expected = [law.logpdf(unit.numpy()) for law in laws]
+    np.testing.assert_allclose(posterior.log_prob(points)[:4], expected, rtol=1e-9)
+    with pytest.raises(InputError, match="zeros"):
+        posterior.log_prob(torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"direction": MEAN}, "unit length"),
+        ({"direction": torch.ones(5, 1)}, "at least 2 dimensions"),
+        ({"concentration": torch.ones(5, 1)}, r"shape \(5,\)"),
+        ({"concentration": torch.zeros(5)}, "> 0"),
+    ],
+)
+def test_impossible_directional_posteriors_are_refused(change, words):
+    with pytest.raises(InputError, match=words):
+        directional(**change)
 
 
 def test_summaries():
