@@ -57,7 +57,8 @@ def calibrate(
         InputError: A setting out of range, or an unknown protocol.
         InputTypeError: `result` is no `TaskResult`.
 
-    Source: GroVE sec. 4 for S, R² and −S·R² (with disjoint levels instead of its code's nested ones); Geifman et al. 2019 for excess AURC; Guo et al. 2017 for ECE.
+    Source: GroVE sec. 4 for S, R² and −S·R² (with disjoint levels instead of its code's nested ones); Geifman et al.
+    2019 for excess AURC; Guo et al. 2017 for ECE.
     """
     if not isinstance(result, TaskResult):
         raise InputTypeError(f"calibrate expected a TaskResult, got {type(result).__name__}; run a task first")
