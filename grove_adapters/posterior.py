@@ -403,6 +403,9 @@ class DirectionalEmbedding(ProbabilisticEmbedding):
         _checks.positive(self.concentration, what=f"concentration of {what}")
         if not _checks.normalised(self.direction):
             raise InputError(f"{what} expected directions of unit length, got others; divide them by their norms")
+        if self.uncertainty is None:  # the mean of the variance without summing it, so that equal κ give equal numbers
+            _, along, across = self.law.moments(self.concentration, self.dim)
+            object.__setattr__(self, "uncertainty", (along + (self.dim - 1) * across) / self.dim)
 
     @property
     def _moments(self) -> Moments:

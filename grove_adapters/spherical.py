@@ -189,10 +189,7 @@ def _ratio(concentration: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.T
     nu = order + shifts
     s = torch.hypot(concentration, torch.full_like(concentration, nu))
     p = nu / s
-    u, w = torch.zeros_like(p), torch.zeros_like(p)
-    for k, (inner, outer) in reversed(list(enumerate(_expansion()))):
-        u += _polynomial(inner, p) * nu**-k
-        w += _polynomial(outer, p) * nu ** -(k + 1)
+    u, w = (_polynomial(coefficients, p) for coefficients in _series(nu))
     ratio = 1 / (s + nu) - w / (u * s)
     log = nu * (nu + s).log() - s + 0.5 * (2 * math.pi * s).log() - u.log()
     for step in range(shifts, 0, -1):
@@ -221,6 +218,17 @@ def _expansion() -> tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]:
         integral = [Fraction(0)] + [c / (8 * (power + 1)) for power, c in enumerate(integrand)]
         u = _added(_added(_shifted(half, 2), _shifted([-c for c in half], 4)), integral)
     return tuple(pairs)
+
+
+@functools.cache
+def _series(nu: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Coefficients, by ascending powers of p, of Σ U_k(p)/ν^k and Σ W_k(p)/ν^(k+1)."""
+    u, w = [0.0] * (3 * TERMS), [0.0] * (3 * TERMS)
+    for k, (inner, outer) in enumerate(_expansion()):
+        for total, part, weight in ((u, inner, nu**-k), (w, outer, nu ** -(k + 1))):
+            for power, coefficient in enumerate(part):
+                total[power] += coefficient * weight
+    return tuple(u), tuple(w)
 
 
 def _added(one: list[Fraction], two: list[Fraction]) -> list[Fraction]:

@@ -132,6 +132,7 @@ def test_directional_moments_are_those_of_the_draws(kind):
     draws = posterior.sample(20_000, seed=1)
     torch.testing.assert_close(draws.var(1), posterior.variance, rtol=0.06, atol=0)
     assert posterior.uncertainty.tolist() == sorted(posterior.uncertainty.tolist(), reverse=True)
+    torch.testing.assert_close(posterior.uncertainty, posterior.summarise("mean"))
     total = posterior.variance.sum(1) + posterior.mean.square().sum(1)  # E‖x‖²
     torch.testing.assert_close(total, torch.ones(5, dtype=torch.float64))
 

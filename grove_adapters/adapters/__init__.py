@@ -30,7 +30,9 @@ ADAPTERS: Registry[Adapter] = Registry(
         "density_ratio": "grove_adapters.adapters.density_ratio:DensityRatio",
         "deterministic": "grove_adapters.adapters.deterministic:Deterministic",
         "grove": "grove_adapters.adapters.grove:GroVE",
+        "power_spherical": "grove_adapters.adapters.vmf:PowerSpherical",
         "ttda": "grove_adapters.adapters.ttda:TTDA",
+        "vmf": "grove_adapters.adapters.vmf:VonMisesFisher",
     },
     group="grove_adapters.adapters",
 )
