@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +29,7 @@ class DemoConfig(Config):
         adapters: Adapters to compare.
         resamples: Bootstrap resamples behind every interval.
         examples: Queries of the last adapter shown in each direction.
+        small_adapters: Whether to fit with the adapters' settings for small data.
     """
 
     scenes: int = 1500
@@ -34,11 +37,12 @@ class DemoConfig(Config):
     adapters: tuple[str, ...] = ("deterministic", "ttda", "grove")
     resamples: int = 1000
     examples: int = 12
+    small_adapters: bool = False
 
 
 SPLITS = {"train": 0.45, "validation": 0.1, "test": 0.45}  # as many queries as pairs to fit on: intervals are the point
 FULL = DemoConfig()
-SMOKE = DemoConfig(scenes=120, views=3, resamples=200)
+SMOKE = DemoConfig(scenes=120, views=3, resamples=200, small_adapters=True)
 
 
 def demo(out: str | Path = "grove-demo", *, seed: int = 0, smoke: bool = False, progress: bool = True) -> Evaluation:
@@ -56,13 +60,16 @@ def demo(out: str | Path = "grove-demo", *, seed: int = 0, smoke: bool = False, 
     Raises:
         StoreError: `out` holds a store of other scenes, or cannot be written.
     """
+    with _one_thread():
+        return _demo(Path(out), SMOKE if smoke else FULL, seed, progress)
+
+
+def _demo(out: Path, settings: DemoConfig, seed: int, progress: bool) -> Evaluation:
     from grove_adapters.adapters import ADAPTERS, create_adapter
     from grove_adapters.datasets.scenes import Scenes
     from grove_adapters.datasets.tiny_clip import MODEL_NAME, load_tiny_clip
     from grove_adapters.extract import OpenCLIPExtractor
     from grove_adapters.store import EmbeddingStore
-
-    settings, out = (SMOKE if smoke else FULL), Path(out)
 
     def say(sentence: str) -> None:
         if progress:
@@ -87,7 +94,7 @@ def demo(out: str | Path = "grove-demo", *, seed: int = 0, smoke: bool = False, 
     train, validation = store.pairs("train"), store.pairs("validation")
     parts = []
     for name in settings.adapters:
-        adapter = create_adapter(name, **(ADAPTERS.get(name).small_settings() if smoke else {}))
+        adapter = create_adapter(name, **(ADAPTERS.get(name).small_settings() if settings.small_adapters else {}))
         say(f"Fitting {name} on {len(train):,} pairs")
         adapter.fit(train, validation=validation, seed=seed, progress=progress).save(out / "adapters" / name)
         say(f"Retrieving and calibrating with {name}")
@@ -116,6 +123,22 @@ def demo(out: str | Path = "grove-demo", *, seed: int = 0, smoke: bool = False, 
     evaluation.write_plots(out / "plots")
     evaluation.write_page(out / "report.html")
     return evaluation
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Torch on one thread: the same sums on every machine, and no waiting for a core that other work holds.
+
+    The demo's tensors are small: two threads gain a little on an idle machine and lose tenfold on a busy one.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _picture(scenes: Scenes, name: str, size: int = 160) -> bytes:
