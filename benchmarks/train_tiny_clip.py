@@ -1,6 +1,6 @@
 """Trains the bundled tiny CLIP on scenes with the open_clip training stack, and measures it.
 
-    python benchmarks/train_tiny_clip.py                 # about 35 minutes on one core; writes the package's weights
+    python benchmarks/train_tiny_clip.py                 # about 45 minutes on one core; writes the package's weights
     python benchmarks/train_tiny_clip.py --measure-only  # measures the weights that are there
     python benchmarks/train_tiny_clip.py --smoke         # a few steps, written to a temporary folder
 
@@ -17,7 +17,7 @@ import logging
 import math
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,29 @@ DEGRADED = ScenePrior(**dict.fromkeys(("blur", "noise", "occlusion"), (0.6, 0.16
 LEVEL_SHARES = (0.03, 0.06, 0.11, 0.8)
 """Shares of captions of levels 0 to 3 in training: mostly full ones, because they teach most."""
 DEGRADED_SHARE = 0.15
-TWINS = (0.5, 0.8)
-"""Share of near-identical neighbours in a batch, in either half: without them colours alone tell its scenes apart."""
-SINGLES_UNTIL = 0.15
-LEARNING_RATES = (2e-3, 1.5e-3)
-"""Peaks of the cosine cycles (warm restarts)."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One cosine cycle of training; stages are equally long.
+
+    Attributes:
+        learning_rate: Peak of the cycle.
+        twins: Share of near-identical neighbours in a batch: without them colours alone tell its scenes apart.
+        singles: Share of scenes with a single object, interpolated between (progress in the stage, share) points: words
+            are learned faster where there is only one thing they can mean.
+    """
+
+    learning_rate: float
+    twins: float
+    singles: tuple[tuple[float, float], ...]
+
+
+STAGES = (
+    Stage(2e-3, twins=0.5, singles=((0.0, 1.0), (0.3, 0.0))),
+    Stage(1.5e-3, twins=0.8, singles=((0.0, 0.0),)),
+    Stage(1e-3, twins=0.6, singles=((0.0, 0.2),)),
+)
 
 
 def normalise(pictures: np.ndarray) -> torch.Tensor:
@@ -75,12 +93,15 @@ def normalise(pictures: np.ndarray) -> torch.Tensor:
     return (torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 255 - mean) / std
 
 
-class FreshBatches(IterableDataset):
-    """Training batches, all fresh; batch i depends on the seed and on i alone.
+def cycle_length(epochs: int, steps: int) -> int:
+    """Steps of each stage."""
+    return math.ceil(epochs * steps / len(STAGES))
 
-    Single objects come first: their share of a batch falls from 1 to 0 over the first `SINGLES_UNTIL` of training,
-    because words are learned faster where there is only one thing they can mean.
-    """
+
+class FreshBatches(IterableDataset):
+    """Training batches, all fresh; batch i of a training of given length depends on the seed and on i alone."""
+
+    priors = (replace(PRIOR.clean(), count=(1.0, 0.0, 0.0, 0.0)), DEGRADED, PRIOR.clean())
 
     def __init__(self, seed: int, batch_size: int, epochs: int, steps_per_epoch: int) -> None:
         self.seed, self.batch_size, self.epochs, self.steps = seed, batch_size, epochs, steps_per_epoch
@@ -94,23 +115,17 @@ class FreshBatches(IterableDataset):
         for step in range(self.epoch * self.steps, (self.epoch + 1) * self.steps):
             yield self.batch(step)
 
-    priors = (replace(PRIOR.clean(), count=(1.0, 0.0, 0.0, 0.0)), DEGRADED, PRIOR.clean())
-
-    @staticmethod
-    def shares(progress: float) -> tuple[float, float, float]:
-        """Shares of single objects, of degraded scenes and of clean ones."""
-        single = max(0.0, 1 - progress / SINGLES_UNTIL)
-        return single, (1 - single) * DEGRADED_SHARE, (1 - single) * (1 - DEGRADED_SHARE)
-
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         seed = seeding.derive(self.seed, "train", step)
         rng = np.random.default_rng(seed)
-        progress = step / (self.epochs * self.steps)
-        twins = TWINS[int(progress * len(TWINS))]
-        sizes = rng.multinomial(self.batch_size, self.shares(progress))
+        cycle = cycle_length(self.epochs, self.steps)
+        stage = STAGES[step // cycle]
+        single = float(np.interp(step % cycle / cycle, *zip(*stage.singles, strict=True)))
+        shares = single, (1 - single) * DEGRADED_SHARE, (1 - single) * (1 - DEGRADED_SHARE)
+        sizes = rng.multinomial(self.batch_size, shares)
         scenes = SceneTable.concatenate(
             [
-                prior.draw(int(size), seed=seeding.derive(seed, part), twins=twins)
+                prior.draw(int(size), seed=seeding.derive(seed, part), twins=stage.twins)
                 for part, (prior, size) in enumerate(zip(self.priors, sizes, strict=True))
             ]
         )
@@ -131,9 +146,9 @@ def train(
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     plain = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=max(LEARNING_RATES), betas=(0.9, 0.98), eps=1e-6)
-    cycle = math.ceil(epochs * steps / len(LEARNING_RATES))
-    cycles = [cosine_lr(optimizer, peak, warmup_length=min(50, cycle), steps=cycle) for peak in LEARNING_RATES]
+    optimizer = torch.optim.AdamW(groups, lr=STAGES[0].learning_rate, betas=(0.9, 0.98), eps=1e-6)
+    cycle = cycle_length(epochs, steps)
+    cycles = [cosine_lr(optimizer, stage.learning_rate, min(50, cycle), cycle) for stage in STAGES]
 
     def scheduler(step: int) -> None:
         cycles[step // cycle](step % cycle)
@@ -243,7 +258,7 @@ def main() -> None:
     parser.add_argument("--measure-only", action="store_true", help="measure the bundled weights")
     parser.add_argument("--resume", action="store_true", help="continue after the last epoch written to --weights")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=28)
+    parser.add_argument("--epochs", type=int, default=42)
     parser.add_argument("--steps", type=int, default=100, help="steps per epoch")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -252,7 +267,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if args.smoke:
-        args.epochs, args.steps, args.batch_size = 1, 2, 32
+        args.epochs, args.steps, args.batch_size = 1, 3, 32
         args.weights = Path(tempfile.mkdtemp()) / "weights.safetensors"
     gallery, samples = (100, 20) if args.smoke else (1000, 1000)
     minutes = None
