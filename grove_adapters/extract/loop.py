@@ -6,7 +6,9 @@ a run that starts again at any row continues with the very numbers an undisturbe
 
 from __future__ import annotations
 
+import functools
 import itertools
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
@@ -167,7 +169,7 @@ def embed_from(
         _Batches(stage, list(itertools.pairwise(edges))),
         batch_size=None,
         num_workers=num_workers,
-        worker_init_fn=_leave_interrupts_to_parent,
+        worker_init_fn=functools.partial(_begin_worker, os.getpid()),
         pin_memory=extractor.device.type == "cuda",
         generator=seeding.generator(0),  # left alone, the loader would draw a seed from the caller's global stream
     )
@@ -212,6 +214,12 @@ class _Batches(torch.utils.data.Dataset):
         return self._stage.load(*self._bounds[batch])
 
 
-def _leave_interrupts_to_parent(worker: int) -> None:
-    """Ctrl-C reaches the whole process group; only the parent has something to say and to save."""
+def _begin_worker(parent: int, worker: int) -> None:
+    """Leave Ctrl-C, which reaches the whole process group, to the parent, and don't outlive it.
+
+    torch's workers end with their parent only if it still lived when they began; one that was forked just before the
+    parent was killed would wait for work forever.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if multiprocessing.get_start_method() == "fork" and os.getppid() != parent:
+        os._exit(1)

@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import signal
 
@@ -9,7 +10,7 @@ from PIL import Image
 from grove_adapters.embeddings import Source
 from grove_adapters.errors import UnreadableError
 from grove_adapters.extract import Caption, Record, Tokens
-from grove_adapters.extract.loop import ImageStage, TextStage, default_workers, embed_from
+from grove_adapters.extract.loop import ImageStage, TextStage, _begin_worker, default_workers, embed_from
 
 
 class Summing:
@@ -128,6 +129,17 @@ class Deadly:
 def test_a_dead_loading_process_is_one_sentence():
     with pytest.raises(UnreadableError, match=r"loading processes to live, got .*num_workers"):
         run(Deadly(), num_workers=1)
+
+
+def test_a_loading_process_does_not_outlive_a_parent_that_was_killed_at_once():
+    process = multiprocessing.get_context("fork").Process(target=_begin_worker, args=(os.getpid() + 10**7, 0))
+    process.start()
+    process.join()
+    assert process.exitcode == 1
+    process = multiprocessing.get_context("fork").Process(target=_begin_worker, args=(os.getpid(), 0))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 class Faulty:
