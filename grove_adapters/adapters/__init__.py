@@ -31,6 +31,7 @@ ADAPTERS: Registry[Adapter] = Registry(
         "deterministic": "grove_adapters.adapters.deterministic:Deterministic",
         "grove": "grove_adapters.adapters.grove:GroVE",
         "power_spherical": "grove_adapters.adapters.vmf:PowerSpherical",
+        "probvlm": "grove_adapters.adapters.probvlm:ProbVLM",
         "ttda": "grove_adapters.adapters.ttda:TTDA",
         "vmf": "grove_adapters.adapters.vmf:VonMisesFisher",
     },
