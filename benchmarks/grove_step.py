@@ -38,8 +38,10 @@ def unit_vectors(n: int, dim: int, seed: int) -> np.ndarray:
 def ours(size: argparse.Namespace) -> Callable[[], None]:
     """One step of the package's own fit."""
     from grove_adapters import Embeddings, Pairs
+    from grove_adapters.adapters.grove.alignments import SymmetricKL
     from grove_adapters.adapters.grove.data import LinkedRows
-    from grove_adapters.adapters.grove.model import Decoders, NaturalGradient, Objective
+    from grove_adapters.adapters.grove.model import Decoders, Objective
+    from grove_adapters.adapters.grove.natural import NaturalGradient
 
     sides = [Embeddings(unit_vectors(N_LINKS, size.dim, seed), modality=m) for seed, m in enumerate(("image", "text"))]
     pairs = Pairs(sides[0], sides[1], np.repeat(np.arange(N_LINKS)[:, None], 2, 1))
@@ -48,13 +50,14 @@ def ours(size: argparse.Namespace) -> Callable[[], None]:
     with torch.no_grad():
         for gp in decoders.gps.values():
             gp.inducing.normal_()
-            gp.kernel.log_lengthscale.fill_(np.log(2 * size.latent_dim) / 2)
+            gp.kernel.start((2 * size.latent_dim) ** 0.5)
     natural = NaturalGradient(decoders.gps, N_LINKS, 0.1)
     objective = Objective(
         decoders,
         latents,
         LinkedRows(pairs, torch.device("cpu")),
-        alignment=ALIGNMENT,
+        alignment=SymmetricKL(),
+        weight=ALIGNMENT,
         align_constants=True,
         prior=False,
         natural=natural,

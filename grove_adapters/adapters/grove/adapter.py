@@ -11,16 +11,19 @@ import torch
 from grove_adapters import seeding
 from grove_adapters.adapters.base import Adapter, Batch, FitRun
 from grove_adapters.adapters.grove import initialise
+from grove_adapters.adapters.grove.alignments import ALIGNMENTS
+from grove_adapters.adapters.grove.backbone import decoding_share
 from grove_adapters.adapters.grove.config import GroVEConfig
 from grove_adapters.adapters.grove.data import LinkedRows
 from grove_adapters.adapters.grove.gp import SparseGP
-from grove_adapters.adapters.grove.inference import LatentInference
-from grove_adapters.adapters.grove.model import Decoders, NaturalGradient, Objective
+from grove_adapters.adapters.grove.inference import LatentInference, LatentPosterior, blocks
+from grove_adapters.adapters.grove.model import Decoders, Objective
+from grove_adapters.adapters.grove.natural import NaturalGradient
 from grove_adapters.adapters.loop import hold_out, minimise
 from grove_adapters.embeddings import MODALITIES, Pairs
 
 ANCHORS = 512  # training latents kept for prediction
-VALIDATION_ROWS = 128  # held-out links looked at after each epoch
+VALIDATION_ROWS = 256  # held-out links looked at after each epoch
 SMALLEST_DISPLACEMENT = 0.01  # RMS; a fit that moves latents less has not fitted them
 
 
@@ -31,7 +34,7 @@ class GroVE(Adapter):
     Laplace posterior of x propagated: mean μ(x*), aleatoric variance σ² (the likelihood's noise) and epistemic
     variance v(x*) + tr(C JᵀJ) / D, one number for all D dimensions (see `SparseGP`).
 
-    Source: GroVE (Probabilistic Embeddings for Frozen Vision-Language Models), section 3, with errata E1–E7 put right;
+    Source: GroVE (Probabilistic Embeddings for Frozen Vision-Language Models), section 3;
     deliberate differences are named in `GroVEConfig`, `NaturalGradient` and `LatentInference`.
     """
 
@@ -61,7 +64,8 @@ class GroVE(Adapter):
             decoders,
             latents,
             data,
-            alignment=config.alignment_weight / config.reconstruction_weight,
+            alignment=ALIGNMENTS[config.alignment](),
+            weight=config.alignment_weight / config.reconstruction_weight,
             align_constants=config.align_constants,
             prior=config.latent_prior,
             natural=natural,
@@ -73,17 +77,20 @@ class GroVE(Adapter):
             config,
             run,
             others=[torch.optim.SparseAdam(latents.parameters(), lr=config.latent_learning_rate), natural],
-            validate=None if validation is None else self._validation(decoders, objective, validation, run),
+            validate=None if validation is None else self._validation(module, objective, validation, run),
         )
-        fitted = latents.weight.detach().cpu()
+        fitted = latents.weight.detach()
         decoders.anchors.copy_(initialise.sampled(fitted, ANCHORS, seeding.derive(run.seed, "anchors")))
-        moved = float((fitted - start.latents).square().sum(1).mean().sqrt())
+        if config.mean == "backbone" and validation is not None:
+            decoders.share.fill_(self._share(decoders, validation, run))
+        moved = float((fitted.cpu() - start.latents).square().sum(1).mean().sqrt())
         chosen = report.history[report.best_epoch - 1]
         report.facts = {
             "latent_displacement_rms": moved,
             "evidence_bound": chosen["log_likelihood"] - chosen["divergence"],
             "alignment": chosen["alignment"],
             "n_inducing": len(decoders.image.inducing),
+            "decoding_share": float(decoders.share),
             **{modality: gp.facts() for modality, gp in decoders.gps.items()},
         }
         if moved < SMALLEST_DISPLACEMENT:
@@ -96,36 +103,49 @@ class GroVE(Adapter):
     def _started(self, start: initialise.Start, seed: int) -> Decoders:
         inducing = initialise.inducing_inputs(start.latents, self.config.n_inducing, seed)
         dim = len(start.constants["image"])
-        decoders = Decoders(len(inducing), self.config.latent_dim, dim, min(ANCHORS, len(start.latents)))
+        decoders = self._decoders(len(inducing), dim, min(ANCHORS, len(start.latents)))
         lengthscale = initialise.median_distance(start.latents, seed)
         with torch.no_grad():
             decoders.anchors.copy_(initialise.sampled(start.latents, ANCHORS, seed))
             for modality, gp in decoders.gps.items():
+                half = math.log(start.variances[modality] / 2)
                 gp.constant.copy_(start.constants[modality])
                 gp.inducing.copy_(inducing)
-                gp.kernel.log_lengthscale.fill_(math.log(lengthscale))
-                gp.kernel.log_scale.fill_(math.log(start.variances[modality] / 2))
-                gp.log_noise.fill_(math.log(start.variances[modality] / 2))
+                gp.kernel.start(lengthscale)
+                gp.kernel.log_scale.fill_(half)
+                gp.log_noise.fill_(half)
         return decoders
 
     def _validation(
-        self, decoders: Decoders, objective: Objective, validation: Pairs, run: FitRun
+        self, module: torch.nn.ModuleDict, objective: Objective, validation: Pairs, run: FitRun
     ) -> Callable[[], float]:
         """The objective of held-out links at the latents that explain both of their sides best."""
-        data = LinkedRows(validation, run.device)
-        generator = seeding.generator(seeding.derive(run.seed, "validation rows"))
-        batch = data.fetch(torch.randperm(len(data), generator=generator)[:VALIDATION_ROWS])
-        latents: torch.Tensor | None = None
+        batch = LinkedRows(validation, run.device).fetch(_held_out_rows(validation, run))
+        decoders = module["decoders"]
+        assert isinstance(decoders, Decoders)
+        module.register_buffer("held_out", self._both(decoders, restarts=1)(batch).mode)
 
         def value() -> float:
-            nonlocal latents  # where they were after the last epoch is where to look first
-            find = LatentInference(
-                decoders.gps, decoders.anchors, prior=self.config.latent_prior, restarts=1, tolerance=1e-3
-            )
-            latents = find(batch, latents).mode
-            return objective.held_out(latents, batch)
+            guess = module.get_buffer("held_out")  # where they were after the last epoch is where to look first
+            guess.copy_(self._both(decoders, restarts=1)(batch, guess).mode)
+            return objective.held_out(guess, batch)
 
         return value
+
+    def _both(self, decoders: Decoders, *, restarts: int) -> LatentInference:
+        return LatentInference(decoders.gps, decoders.anchors, prior=self.config.latent_prior, restarts=restarts)
+
+    def _share(self, decoders: Decoders, validation: Pairs, run: FitRun) -> float:
+        """How far the means of held-out links should go from the frozen embeddings to their decodings."""
+        rows = _held_out_rows(validation, run)
+        frozen = LinkedRows(validation, run.device).fetch(rows)
+        with torch.no_grad():
+            decoded = {
+                modality: _decoded(decoders.gps[modality], self._located(decoders, modality, values)[1].mode)[0]
+                for modality, values in frozen.items()
+            }
+        decoders.searches.clear()
+        return decoding_share(frozen, decoded, validation.links[rows.numpy()])
 
     def _facts(self) -> dict[str, Any]:
         decoders = self.module_
@@ -133,27 +153,65 @@ class GroVE(Adapter):
         return {"n_inducing": len(decoders.image.inducing), "n_anchors": len(decoders.anchors)}
 
     def _build(self, dim: int, facts: Mapping[str, Any]) -> torch.nn.Module:
-        return Decoders(facts["n_inducing"], self.config.latent_dim, dim, facts["n_anchors"])
+        return self._decoders(facts["n_inducing"], dim, facts["n_anchors"])
+
+    def _decoders(self, n_inducing: int, dim: int, n_anchors: int) -> Decoders:
+        config = self.config
+        return Decoders(
+            n_inducing,
+            config.latent_dim,
+            dim,
+            n_anchors,
+            kernel=config.kernel,
+            ard=config.ard,
+            covariance=config.covariance,
+        )
 
     def _predict(self, batch: Batch) -> dict[str, torch.Tensor]:
         decoders = self.module_
         assert isinstance(decoders, Decoders)
-        gp: SparseGP = decoders.gps[batch.modality]
-        find = LatentInference(
-            {batch.modality: gp}, decoders.anchors, prior=self.config.latent_prior, restarts=self.config.restarts
-        )
-        posterior = find({batch.modality: batch.values})
-        mean, variance = gp.marginal(gp.features(posterior.mode, gp.factor()))
+        find, posterior = self._located(decoders, batch.modality, batch.values)
+        mean, variance = _decoded(decoders.gps[batch.modality], posterior.mode)
         epistemic = variance + find.propagated(batch.modality, posterior)[:, None]
+        noise = decoders.gps[batch.modality].noise
         fields = {
-            "mean": mean + gp.constant,
-            "aleatoric": gp.noise.expand_as(epistemic),
+            "mean": mean if self.config.mean == "constant" else torch.lerp(batch.values, mean, decoders.share),
+            "aleatoric": noise.expand_as(epistemic),
             "epistemic": epistemic,
-            "variance": gp.noise + epistemic,
+            "variance": noise + epistemic,
         }
         if self.config.uncertainty == "latent_entropy":
             fields["uncertainty"] = posterior.entropy
         return fields
+
+    def _located(
+        self, decoders: Decoders, modality: str, values: torch.Tensor
+    ) -> tuple[LatentInference, LatentPosterior]:
+        """The latents of new embeddings of one modality, and what found them, which is made once a device."""
+        place = (modality, values.device)
+        if place not in decoders.searches:
+            decoders.searches[place] = LatentInference(
+                {modality: decoders.gps[modality]},
+                decoders.anchors,
+                prior=self.config.latent_prior,
+                restarts=self.config.restarts,
+            )
+        find = decoders.searches[place]
+        return find, find({modality: values})
+
+
+def _held_out_rows(validation: Pairs, run: FitRun) -> torch.Tensor:
+    generator = seeding.generator(seeding.derive(run.seed, "validation rows"))
+    return torch.randperm(len(validation.links), generator=generator)[:VALIDATION_ROWS]
+
+
+@torch.no_grad()
+def _decoded(gp: SparseGP, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean (B, D) and variance (B, 1) or (B, D) of the outputs at latents, in blocks of one size."""
+    factor = gp.factor()
+    parts = [gp.marginal(gp.features(x, factor)) for x in blocks(latents)]
+    mean, variance = (torch.cat(items)[: len(latents)] for items in zip(*parts, strict=True))
+    return mean + gp.constant, variance
 
 
 @torch.no_grad()

@@ -17,15 +17,26 @@ class GroVEConfig(LoopConfig):
         latent_dim: L, dimensions of the shared latent space.
         n_inducing: M, inducing inputs of each GP, fewer where there are fewer distinct latents.
         reconstruction_weight: λ₁ of the evidence bound of a link (0.01 in the paper).
-        alignment_weight: λ₂ of the symmetric KL between the modalities at a link (400 in the paper). Only λ₂ / λ₁
+        alignment_weight: λ₂ of the alignment of the modalities at a link (400 in the paper). Only λ₂ / λ₁
             counts. The marginals compared are far narrower than the noise, so a hundredth is already felt; 0.1 and
             more bend the latents until they no longer rank noise.
         align_constants: Whether the alignment also sees the mean of each modality. As published it does, and then pays
             for the modality gap, which is constant, by making every marginal vague.
+        alignment: What that term is: ``"kl"`` (symmetric), ``"js"`` (of the moment-matched Gaussian, an upper bound),
+            ``"wasserstein2"`` (squared), ``"harmonization"`` of kernel and similarity matrices, or ``"none"``. See
+            `grove.alignments`.
+        kernel: ``"rbf"``, ``"matern15"``, ``"matern25"`` or ``"cosine"``. See `grove.kernels`.
+        ard: Whether the kernel has a length scale for each latent dimension; a cosine has none.
+        covariance: Of q(u): ``"shared"`` by the D outputs, which loses nothing where their noise is one,
+            ``"diagonal"``, or a full one ``"per_dim"`` as published, with D times the memory and time.
+        mean: Of the posterior. ``"constant"``, as published: the GP around a constant, that is the decoding μ(x*) of
+            the latent, which keeps L of the D dimensions and with them few of the right matches. ``"backbone"``: the GP
+            around the frozen embedding z, that is z + w (μ(x*) − z), where w is the share with which held-out links
+            match best and 0 where decoding does not help them.
         latent_init: ``"pca"`` of the joint embeddings, or ``"random"`` N(0, I) as published.
         latent_prior: Whether latents have the prior N(0, I). The paper has none.
         latent_learning_rate: Of the latents' row-wise Adam. The published 1e-5 moves a latent by 0.05 in 200 epochs
-            (erratum E6).
+           .
         natural_rate: Share of a natural-gradient step that q(u) takes for a minibatch of at least M links.
         restarts: Starts of the search for the latent of a new embedding.
         uncertainty: What `uncertainty` of the posterior is: ``"latent_entropy"``, the entropy (nats) of the Laplace
@@ -38,6 +49,7 @@ class GroVEConfig(LoopConfig):
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {
+            "mean": "constant",
             "latent_init": "random",
             "latent_prior": False,
             "reconstruction_weight": 0.01,
@@ -57,6 +69,11 @@ class GroVEConfig(LoopConfig):
     reconstruction_weight: float = 1.0
     alignment_weight: float = 0.01
     align_constants: bool = False
+    alignment: Literal["kl", "js", "wasserstein2", "harmonization", "none"] = "kl"
+    kernel: Literal["rbf", "matern15", "matern25", "cosine"] = "rbf"
+    ard: bool = False
+    covariance: Literal["shared", "diagonal", "per_dim"] = "shared"
+    mean: Literal["constant", "backbone"] = "backbone"
     latent_init: Literal["pca", "random"] = "pca"
     latent_prior: bool = True
     latent_learning_rate: float = 0.05
@@ -73,4 +90,5 @@ class GroVEConfig(LoopConfig):
         for name in ("reconstruction_weight", "latent_learning_rate"):
             self.require(getattr(self, name) > 0, name, "a number > 0")
         self.require(self.alignment_weight >= 0, "alignment_weight", "a number ≥ 0")
+        self.require(not (self.ard and self.kernel == "cosine"), "ard", "False, for a cosine has no length scales")
         self.require(0 < self.natural_rate <= 1, "natural_rate", "a share above 0 and up to 1")

@@ -1,10 +1,13 @@
-"""One sparse variational Gaussian process with D outputs that share kernel, inducing inputs and q(u)'s covariance."""
+"""One sparse variational Gaussian process with D outputs that share kernel and inducing inputs."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from grove_adapters.adapters.grove.kernels import RBF
+from grove_adapters.adapters.grove.covariances import make_covariance
+from grove_adapters.adapters.grove.kernels import KERNELS
 from grove_adapters.errors import NumericalError
 
 JITTERS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
@@ -43,33 +46,52 @@ def cholesky(matrix: torch.Tensor, *, what: str) -> tuple[torch.Tensor, float]:
 
 
 class SparseGP(torch.nn.Module):
-    """g: Rᴸ → Rᴰ with g_d ~ GP(c_d, k), seen through u = g(V) = c + L w with K(V, V) = L Lᵀ and q(w_d) = N(m_d, S).
+    """g: Rᴸ → Rᴰ with g_d ~ GP(c_d, k), seen through u = g(V) = c + L w with K(V, V) = L Lᵀ and q(w_d) = N(m_d, S_d).
 
     Kernel and inducing inputs V are shared over the D outputs, so K is factorised once and a minibatch costs
-    O(M²B + M³ + MBD) instead of D times O(M²B + M³). Sharing S loses nothing: with a Gaussian likelihood of one noise
-    variance the evidence bound depends on d through m_d alone, and so does an alignment of marginals whose variance
-    is the same in every d, hence the best S_d are all equal.
+    O(M²B + M³ + MBD) instead of D times O(M²B + M³). Sharing S too loses nothing: with a Gaussian likelihood of one
+    noise variance the evidence bound depends on d through m_d alone, and so does an alignment of marginals whose
+    variance is the same in every d, hence the best S_d are all equal.
+
+    Args:
+        n_inducing: M.
+        latent_dim: L.
+        dim: D.
+        name: For messages.
+        kernel: Name in `KERNELS`.
+        ard: Whether the kernel has a length scale for each latent dimension.
+        covariance: Shape of S_d, ``"shared"``, ``"diagonal"`` or ``"per_dim"``.
 
     Attributes:
         kernel: k.
         inducing: V, (M, L).
         log_noise: Log of the likelihood's variance σ².
         mean: m, (M, D), whitened.
-        root: F, (M, M) lower triangular with S = F Fᵀ.
+        covariance: S_d.
         constant: c, (D,), the mean of the training embeddings.
         jitter: The largest share of the mean diagonal that K has needed.
 
-    Source: GroVE, section 3.2 and Eqs. 11–13, with the sign of Eq. 13 put right (erratum E1); the public code mixes 512
-    latent GPs instead (erratum E4).
+    Source: GroVE, section 3.2 and Eqs. 11–13, with a plus for the printed minus of Eq. 13; the public code mixes 512
+    latent GPs instead.
     """
 
-    def __init__(self, n_inducing: int, latent_dim: int, dim: int, name: str = "") -> None:
+    def __init__(
+        self,
+        n_inducing: int,
+        latent_dim: int,
+        dim: int,
+        name: str = "",
+        *,
+        kernel: str = "rbf",
+        ard: bool = False,
+        covariance: str = "shared",
+    ) -> None:
         super().__init__()
-        self.kernel = RBF()
+        self.kernel = KERNELS[kernel](latent_dim, ard=ard)
         self.inducing = torch.nn.Parameter(torch.zeros(n_inducing, latent_dim))
         self.log_noise = torch.nn.Parameter(torch.zeros(()))
         self.mean = torch.nn.Parameter(torch.zeros(n_inducing, dim))
-        self.root = torch.nn.Parameter(torch.eye(n_inducing))
+        self.covariance = make_covariance(covariance, n_inducing, dim)
         self.register_buffer("constant", torch.zeros(dim))
         self.jitter = 0.0
         self.name = name
@@ -102,30 +124,33 @@ class SparseGP(torch.nn.Module):
         return torch.linalg.solve_triangular(factor, self.kernel(self.inducing, x), upper=False).T
 
     def marginal(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """q(g(x)): (B, D) mean less the constant, float32, and (B, 1) variance of every output, float64, no noise.
+        """q(g(x)): (B, D) mean less the constant, float32, and its variance without noise, float64.
 
-        k(x, x) + r ᵀ(S − I) r, with r the features. Float64 is kept for the difference, where digits cancel; the rest
-        is float32. A floor of the smallest jitter keeps rounding from making it ≤ 0.
+        k(x, x) + rᵀ (S_d − I) r, with r the features: (B, D), or (B, 1) where all outputs share it. Float64 is kept for
+        the difference, where digits cancel; the rest is float32. A floor of the smallest jitter keeps rounding from
+        making it ≤ 0.
         """
         single = features.float()
-        spread = (single @ self.root.tril()).square().sum(1)
-        variance = self.kernel.scale - features.square().sum(1) + spread
-        return single @ self.mean, variance.clamp_min(JITTERS[0] * self.kernel.scale.detach())[:, None]
+        conditional = self.kernel.scale - features.square().sum(1, keepdim=True)
+        variance = conditional + self.covariance.spread(single)
+        return single @ self.mean, variance.clamp_min(JITTERS[0] * self.kernel.scale.detach())
+
+    def variance_loss(self) -> torch.Tensor:
+        """A = Σ_d (I − S_d), (M, M) float64: the marginal variances add up to D k(x, x) − rᵀ A r."""
+        identity = torch.eye(len(self.mean), dtype=torch.float64, device=self.mean.device)
+        return self.dim * identity - self.covariance.total()
 
     def divergence(self) -> torch.Tensor:
         """KL(q(u) ‖ p(u)), summed over the D outputs, in nats."""
-        root = self.root.tril().double()
-        log_det = 2 * root.diagonal().abs().log().sum()
-        covariance_part = root.square().sum() - len(root) - log_det
-        return 0.5 * (self.dim * covariance_part + self.mean.double().square().sum())
+        return self.covariance.divergence() + 0.5 * self.mean.double().square().sum()
 
     @torch.no_grad()
-    def facts(self) -> dict[str, float]:
-        """Learned scalars and the jitter needed, for the fit report."""
+    def facts(self) -> dict[str, Any]:
+        """Learned hyperparameters and the jitter needed, for the fit report."""
         return {
             "noise": float(self.noise),
             "scale": float(self.kernel.scale),
-            "lengthscale": float(self.kernel.precision.rsqrt()),
+            **self.kernel.facts(),
             "jitter": self.jitter,
         }
 
@@ -140,8 +165,6 @@ class SparseGP(torch.nn.Module):
         Source: Titsias 2009, Eq. 10, whitened: S⁻¹ = I + Σ r rᵀ / σ², m = S Σ r (z − c)ᵀ / σ².
         """
         precision = torch.eye(len(gram), dtype=gram.dtype, device=gram.device) + gram / self.noise
-        upper = torch.linalg.cholesky(precision.flip(0, 1)).flip(0, 1)  # precision = U Uᵀ, so F = U⁻ᵀ is lower
-        identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-        root = torch.linalg.solve_triangular(upper.T, identity, upper=False)
-        self.root.copy_(root)
-        self.mean.copy_(root @ (root.T @ cross) / self.noise)
+        self.covariance.set_optimal(precision)
+        factor = torch.linalg.cholesky(precision)
+        self.mean.copy_(torch.cholesky_solve(cross / self.noise, factor))

@@ -1,4 +1,4 @@
-"""The latent of an embedding never seen: posterior mode by Newton's method, and its Laplace covariance."""
+"""The latent of an embedding never seen: posterior mode by quasi-Newton steps, and its Laplace covariance."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ import torch
 
 from grove_adapters.adapters.grove.gp import SparseGP
 
-ROWS = 256  # starts worked on together, so that memory stays bounded
-MAX_STEPS = 50
-DAMPING = 1e-3  # first Levenberg–Marquardt damping, as a share of the mean curvature
+BLOCK = 256  # rows worked on together, always as many: then no result depends on how many there are
+MAX_STEPS = 200
+MAX_ROUNDS = 3
+ROUGHLY = 5e-4  # quasi-Newton step, in length scales, from which exact steps take over
+LONGEST_STEP = 1.0  # in length scales
+SUFFICIENT = 1e-4  # share of the predicted decrease that a step must reach (Armijo)
 SMALLEST_CURVATURE = 1e-3
+
+Targets = dict[str, torch.Tensor]
+"""What is left of each row by modality: (·, M), see `_Reduced.target`."""
 
 
 @dataclass(frozen=True)
@@ -36,34 +42,43 @@ class LatentPosterior:
 class _Reduced:
     """One GP seen from latent space: ‖z − μ(x)‖² and the variance need no D-dim vector once α(z − c) is known.
 
-    With k = k(V, x), α = K⁻¹(E[u] − c) and v(x) = s² − kᵀ Q k, the negative expected log-likelihood is, up to a
-    constant, (kᵀ W k − 2 kᵀ β) / 2σ² with W = α αᵀ − D Q (M, M) and β = α (z − c) (M numbers per row).
+    With k = k(V, x), α = K⁻¹(E[u] − c) and D s² − kᵀ Q k the variance summed over the outputs, the negative expected
+    log-likelihood is, up to a constant, (kᵀ W k − 2 kᵀ β) / 2 with W = (α αᵀ − Q) / σ² (M, M) and
+    β = α (z − c) / σ² (M numbers per row).
     """
 
     def __init__(self, gp: SparseGP) -> None:
         factor = gp.factor()
         identity = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
         inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
-        self.gp = gp
+        self.kernel = gp.kernel
         self.inducing = gp.inducing.double()
+        self.dim = gp.dim
         self.alpha = inverse.T @ gp.mean.double()
         self.gram = self.alpha @ self.alpha.T
-        spread = gp.root.tril().double().T @ inverse
-        self.loss = inverse.T @ inverse - spread.T @ spread
-        self.weights = (self.gram - gp.dim * self.loss) / gp.noise
+        self.weights = (self.gram - inverse.T @ gp.variance_loss() @ inverse) / gp.noise
+        self.noise = gp.noise
+        self._constant = gp.constant
 
     def target(self, values: torch.Tensor) -> torch.Tensor:
-        """β / σ² of rows z, (B, M) float64."""
-        return (values - self.gp.constant).double() @ self.alpha.T / self.gp.noise
+        """β of rows z, (B, M) float64."""
+        return (values - self._constant).double() @ self.alpha.T / self.noise
+
+    def propagated(self, slopes: torch.Tensor, covariance: torch.Tensor) -> torch.Tensor:
+        """tr(C JᵀJ) / D from ∇k (B, L, M) and C (B, L, L)."""
+        return (_quadratic(slopes, self.gram) * covariance).sum((1, 2)) / self.dim
 
 
 class LatentInference:
     """Finds argmax p(x | z) for new rows of one modality, or of several at once for pairs.
 
-    Every row is searched from its `restarts` best anchors, ranked by the objective itself, with damped Newton steps
-    on the exact Hessian (eigenvalues by modulus, so saddles repel) until the step is below `tolerance` length scales;
-    the best end wins. A step costs O(M²L) per row whatever D. No random number is drawn and rows never meet, so
-    results depend neither on the seed nor on the batch.
+    Every row is searched from its `restarts` best anchors, ranked by the objective itself, with BFGS steps that begin
+    from the average curvature at anchors; the best end is finished by Newton steps on the exact Hessian, whose last one
+    must be below `tolerance` length scales, and that Hessian gives the Laplace covariance. A quasi-Newton step costs
+    O(M²) per row whatever D and L.
+
+    No random number is drawn, rows never meet, and whatever is computed has `BLOCK` rows, a finished one making room
+    for the next. So results depend neither on the seed nor, bit for bit, on which other rows are asked about.
 
     Args:
         gps: Fitted GPs by modality.
@@ -73,9 +88,10 @@ class LatentInference:
         tolerance: Of the last step, in length scales.
 
     Source: GroVE, section 3.3, which takes an unstated number of gradient steps from one random start (its public
-    code 20 steps of Adam) and leaves the posterior of x out (errata E5–E7).
+    code 20 steps of Adam) and leaves the posterior of x out. Nocedal and Wright 2006, Eqs. 3.4, 6.17 and 6.20.
     """
 
+    @torch.no_grad()
     def __init__(
         self,
         gps: Mapping[str, SparseGP],
@@ -86,11 +102,25 @@ class LatentInference:
         tolerance: float = 1e-5,
     ) -> None:
         self._reduced = {modality: _Reduced(gp) for modality, gp in gps.items()}
-        self._anchors = anchors.double()
         self._prior = float(prior)
         self._restarts = min(restarts, len(anchors))
-        self._tolerance = tolerance
+        self._reach = min(float(reduced.kernel.reach) for reduced in self._reduced.values())
+        self._tolerance = tolerance * self._reach
+        self._anchors = anchors.double()
+        self._anchor_energy = 0.5 * self._prior * self._anchors.square().sum(1)
+        self._anchor_covariances = {}
+        self._identity = torch.eye(anchors.shape[1], dtype=torch.float64, device=anchors.device)
+        curvature = (self._prior * self._identity).expand(len(anchors), -1, -1)
+        for modality, reduced in self._reduced.items():
+            local = reduced.kernel.local(self._anchors, reduced.inducing)
+            turned = local.value @ reduced.weights
+            residual = turned - local.value @ reduced.gram / reduced.noise  # of an embedding decoded from the anchor
+            self._anchor_covariances[modality] = local.value
+            self._anchor_energy = self._anchor_energy + 0.5 * (turned * local.value).sum(1)
+            curvature = curvature + _quadratic(local.slopes(), reduced.weights) + local.bend(residual)
+        self._typical = _inverse(curvature)[0].mean(0)
 
+    @torch.no_grad()
     def __call__(self, values: Mapping[str, torch.Tensor], guess: torch.Tensor | None = None) -> LatentPosterior:
         """Laplace posteriors of the latents of rows.
 
@@ -98,105 +128,186 @@ class LatentInference:
             values: (B, D) embeddings by modality; rows of different modalities belong together.
             guess: (B, L) latents to start from instead of the anchors.
         """
-        targets = {modality: self._reduced[modality].target(rows) for modality, rows in values.items()}
-        n_rows = len(next(iter(targets.values())))
-        parts = []
-        for start in range(0, n_rows, ROWS):
-            chunk = {modality: target[start : start + ROWS] for modality, target in targets.items()}
-            starts = self._starts(chunk) if guess is None else guess[None, start : start + ROWS].double()
-            parts.append(self._search(chunk, starts))
-        mode, hessian, converged = (torch.cat(items) for items in zip(*parts, strict=True))
-        curvatures, axes = torch.linalg.eigh(hessian)
-        curvatures = curvatures.clamp_min(SMALLEST_CURVATURE)
-        covariance = (axes / curvatures[:, None]) @ axes.mT
-        entropy = 0.5 * (mode.shape[1] * math.log(2 * math.pi * math.e) - curvatures.log().sum(1))
+        n = len(next(iter(values.values())))
+        targets = {
+            modality: torch.cat([self._reduced[modality].target(block) for block in blocks(rows)])
+            for modality, rows in values.items()
+        }
+        if guess is None:
+            anchors = torch.cat([self._nearest(block) for block in _zipped(targets)])[:n]
+            owner = torch.arange(n, device=anchors.device).repeat_interleave(self._restarts)
+            mode, energy = self._search(targets, owner, self._anchors[anchors.flatten()])
+            best = energy.view(n, -1).argmin(1)
+            mode = mode.view(n, self._restarts, -1)[torch.arange(n, device=mode.device), best]
+        else:
+            mode, _ = self._search(targets, torch.arange(n, device=guess.device), guess.double())
+        mode, covariance, log_det, converged = self._finish(targets, mode)
+        for _ in range(MAX_ROUNDS):
+            rest = (~converged).nonzero()[:, 0]
+            if not len(rest):
+                break
+            again, _ = self._search(targets, rest, mode[rest], covariance[rest])
+            for whole, part in zip(
+                (mode, covariance, log_det, converged),
+                self._finish({modality: target[rest] for modality, target in targets.items()}, again),
+                strict=True,
+            ):
+                whole[rest] = part
+        entropy = 0.5 * (mode.shape[1] * math.log(2 * math.pi * math.e) + log_det)
         return LatentPosterior(mode, covariance, entropy, converged)
 
     def propagated(self, modality: str, posterior: LatentPosterior) -> torch.Tensor:
         """(B,) variance of the decoded mean over p(x | z), averaged over the D outputs: tr(C JᵀJ) / D."""
         reduced = self._reduced[modality]
-        parts = []
-        for start in range(0, len(posterior.mode), ROWS):
-            slope = self._slope(reduced, posterior.mode[start : start + ROWS])[1]
-            square = slope.mT @ (reduced.gram @ slope)
-            parts.append((square * posterior.covariance[start : start + ROWS]).sum((1, 2)) / reduced.gp.dim)
-        return torch.cat(parts)
+        parts = [
+            reduced.propagated(reduced.kernel.local(mode, reduced.inducing).slopes(), covariance)
+            for mode, covariance in zip(blocks(posterior.mode), blocks(posterior.covariance), strict=True)
+        ]
+        return torch.cat(parts)[: len(posterior.mode)]
+
+    def _nearest(self, targets: Targets) -> torch.Tensor:
+        """Numbers of the best anchors of each row, (B, restarts)."""
+        energies = self._anchor_energy.expand(len(next(iter(targets.values()))), -1)
+        for modality, target in targets.items():
+            energies = energies - target @ self._anchor_covariances[modality].T
+        return energies.topk(self._restarts, dim=1, largest=False).indices
 
     def _search(
-        self, targets: dict[str, torch.Tensor], starts: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Modes (B, L), Hessians (B, L, L) and convergence (B,) of one chunk of rows from (restarts, B, L)."""
-        restarts, n_rows, _ = starts.shape
-        x = starts.reshape(restarts * n_rows, -1).clone()
-        targets = {modality: target.repeat(restarts, 1) for modality, target in targets.items()}
-        energy = self._energy(x, targets)
-        damping = torch.full_like(energy, DAMPING)
-        active = torch.arange(len(x), device=x.device)
-        tolerance = self._tolerance * min(
-            float(reduced.gp.kernel.precision.rsqrt()) for reduced in self._reduced.values()
-        )
-        for _ in range(MAX_STEPS):
-            mine = {modality: target[active] for modality, target in targets.items()}
-            gradient, hessian = self._derivatives(x[active], mine)
-            curvatures, axes = torch.linalg.eigh(hessian)
-            curvatures = curvatures.abs()
-            curvatures = curvatures + damping[active, None] * curvatures.mean(1, keepdim=True) + 1e-12
-            step = -(axes @ ((axes.mT @ gradient[:, :, None]) / curvatures[:, :, None]))[:, :, 0]
-            trial = x[active] + step
-            reached = self._energy(trial, mine)
-            better = reached <= energy[active]
-            x[active] = torch.where(better[:, None], trial, x[active])
-            energy[active] = torch.where(better, reached, energy[active])
-            damping[active] = torch.where(better, damping[active] / 10, damping[active] * 10).clamp_min(1e-9)
-            active = active[step.norm(dim=1) > tolerance]
-            if not len(active):
-                break
-        converged = torch.ones(len(x), dtype=torch.bool, device=x.device)
-        converged[active] = False
-        rows = energy.reshape(restarts, n_rows).argmin(0) * n_rows + torch.arange(n_rows, device=x.device)
-        chosen = {modality: target[rows] for modality, target in targets.items()}
-        return x[rows], self._derivatives(x[rows], chosen)[1], converged[rows]
+        self, targets: Targets, owner: torch.Tensor, starts: torch.Tensor, inverses: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where BFGS ends, (T, L), and its energy, (T,).
 
-    def _starts(self, targets: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The best anchors of each row, (restarts, B, L)."""
-        energies = 0.5 * self._prior * self._anchors.square().sum(1)
+        Args:
+            targets: Of all rows.
+            owner: (T,) row that each search is for.
+            starts: (T, L).
+            inverses: (T, L, L) inverse curvatures to begin with; by default the average one at the anchors.
+        """
+        if inverses is None:
+            inverses = self._typical.expand(len(starts), -1, -1)
+        ends, energies = starts.clone(), starts.new_full((len(starts),), math.inf)
+        waiting = min(BLOCK, len(starts))
+        task = torch.arange(BLOCK, device=starts.device).clamp_max(len(starts) - 1)
+        busy = torch.arange(BLOCK, device=starts.device) < waiting
+        mine = {modality: target[owner[task]] for modality, target in targets.items()}
+        x, inverse, trial = starts[task], inverses[task], starts[task]
+        energy, gradient = torch.full_like(x[:, 0], math.inf), torch.zeros_like(x)
+        expected, share, steps = torch.zeros_like(energy), torch.ones_like(energy), torch.zeros_like(task)
+        while bool(busy.any()):
+            reached, slope = self._energy(trial, mine)
+            better = reached <= energy + SUFFICIENT * expected
+            fresh = torch.isinf(energy)
+            inverse = _updated(inverse, trial - x, slope - gradient, better & ~fresh)
+            x = torch.where(better[:, None], trial, x)
+            gradient = torch.where(better[:, None], slope, gradient)
+            energy = torch.where(better, reached, energy)
+            share = torch.where(better, 1.0, 0.3 * share)
+            step = -(inverse @ gradient[:, :, None])[:, :, 0]
+            length = step.norm(dim=1)
+            steps += 1
+            done = busy & ((better & (length < ROUGHLY * self._reach)) | (share < 1e-6) | (steps >= MAX_STEPS))
+            if bool(done.any()):
+                places = done.nonzero()[:, 0]
+                ends[task[places]], energies[task[places]] = x[places], energy[places]
+                new = torch.arange(waiting, min(waiting + len(places), len(starts)), device=starts.device)
+                waiting += len(new)
+                busy[places[len(new) :]] = False
+                places = places[: len(new)]
+                task[places] = new
+                x[places], inverse[places], energy[places] = starts[new], inverses[new], math.inf
+                gradient[places], step[places], steps[places] = 0.0, 0.0, 0
+                share[places], length[places] = 1.0, 0.0
+                for modality, target in targets.items():
+                    mine[modality][places] = target[owner[new]]
+            step = step * (share * (LONGEST_STEP * self._reach / length.clamp_min(1e-300)).clamp_max(1))[:, None]
+            expected = (step * gradient).sum(1)
+            trial = x + step
+        return ends, energies
+
+    def _finish(self, targets: Targets, mode: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Newton's last steps: modes, covariances, their log-determinants and whether the last step was small."""
+        parts = [self._newton(target, x) for target, x in zip(_zipped(targets), blocks(mode), strict=True)]
+        return tuple(torch.cat(items)[: len(mode)] for items in zip(*parts, strict=True))
+
+    def _newton(
+        self, targets: Targets, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        covariance, log_det = _inverse(self._hessian(x, targets))
+        energy, gradient = self._energy(x, targets)
+        length = torch.full_like(energy, math.inf)
+        for _ in range(2):  # the second corrects for the curvature's change over the first
+            step = -(covariance @ gradient[:, :, None])[:, :, 0]
+            length = step.norm(dim=1)
+            trial = x + step
+            reached, slope = self._energy(trial, targets)
+            better = (reached <= energy + 1e-12 * energy.abs()) & (length < self._reach)
+            x = torch.where(better[:, None], trial, x)
+            gradient = torch.where(better[:, None], slope, gradient)
+            energy = torch.where(better, reached, energy)
+        return x, covariance, log_det, length <= self._tolerance
+
+    def _energy(self, x: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
+        """−log p(z | x) − log p(x) up to a constant of each row, (B,), and its gradient (B, L)."""
+        energy, gradient = 0.5 * self._prior * x.square().sum(1), self._prior * x
         for modality, target in targets.items():
             reduced = self._reduced[modality]
-            covariances = reduced.gp.kernel(self._anchors, reduced.inducing)
-            quadratic = 0.5 * ((covariances @ reduced.weights) * covariances).sum(1)
-            energies = energies + quadratic - target @ covariances.T
-        return self._anchors[energies.topk(self._restarts, dim=1, largest=False).indices.T]
+            local = reduced.kernel.local(x, reduced.inducing)
+            turned = local.value @ reduced.weights
+            energy = energy + (local.value * (0.5 * turned - target)).sum(1)
+            gradient = gradient + local.pull(turned - target)
+        return energy, gradient
 
-    def _energy(self, x: torch.Tensor, targets: dict[str, torch.Tensor]) -> torch.Tensor:
-        """−log p(z | x) − log p(x) up to a constant of each row, (R,)."""
-        energy = 0.5 * self._prior * x.square().sum(1)
+    def _hessian(self, x: torch.Tensor, targets: Targets) -> torch.Tensor:
+        """Second derivatives of `_energy`, (B, L, L)."""
+        hessian = (self._prior * self._identity).expand(len(x), -1, -1)
         for modality, target in targets.items():
             reduced = self._reduced[modality]
-            covariances = reduced.gp.kernel(x, reduced.inducing)
-            energy = energy + (covariances * (0.5 * covariances @ reduced.weights - target)).sum(1)
-        return energy
+            local = reduced.kernel.local(x, reduced.inducing)
+            residual = local.value @ reduced.weights - target
+            hessian = hessian + _quadratic(local.slopes(), reduced.weights) + local.bend(residual)
+        return hessian
 
-    def _slope(self, reduced: _Reduced, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """k (R, M), its gradient (R, M, L), and the offsets x − V (R, M, L)."""
-        covariances = reduced.gp.kernel(x, reduced.inducing)
-        first, _ = reduced.gp.kernel.slopes(covariances)
-        offsets = x[:, None] - reduced.inducing
-        return covariances, first[:, :, None] * offsets, offsets
 
-    def _derivatives(self, x: torch.Tensor, targets: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradient (R, L) and Hessian (R, L, L) of `_energy`."""
-        identity = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
-        gradient = self._prior * x
-        hessian = self._prior * identity.expand(len(x), -1, -1)
-        for modality, target in targets.items():
-            reduced = self._reduced[modality]
-            covariances, slope, offsets = self._slope(reduced, x)
-            first, second = reduced.gp.kernel.slopes(covariances)
-            residual = covariances @ reduced.weights - target
-            gradient = gradient + (residual[:, None] @ slope)[:, 0]
-            # one (R·L, M) × (M, M) product: batched over rows it would run at the speed of memory
-            turned = slope.mT.reshape(-1, slope.shape[1]) @ reduced.weights
-            hessian = hessian + turned.view(len(x), x.shape[1], -1) @ slope
-            hessian = hessian + (residual * first).sum(1)[:, None, None] * identity
-            hessian = hessian + offsets.mT @ ((residual * second)[:, :, None] * offsets)
-        return gradient, hessian
+def blocks(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows in blocks of exactly `BLOCK`; the last row is repeated to fill the last one."""
+    missing = -len(rows) % BLOCK
+    return torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])]).split(BLOCK)
+
+
+def _zipped(targets: Targets) -> list[Targets]:
+    parts = {modality: blocks(target) for modality, target in targets.items()}
+    return [dict(zip(parts, items, strict=True)) for items in zip(*parts.values(), strict=True)]
+
+
+def _quadratic(slopes: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """(B, L, L) J A Jᵀ; one (B·L, M) × (M, M) product, because batched ones run at the speed of memory."""
+    turned = slopes.reshape(-1, slopes.shape[2]) @ matrix
+    return turned.view(slopes.shape) @ slopes.mT
+
+
+def _inverse(curvature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inverse and its log-determinant of symmetric (B, L, L); eigenvalues by modulus, so that saddles repel."""
+    factor, failed = torch.linalg.cholesky_ex(curvature)
+    smallest = factor.diagonal(dim1=1, dim2=2).amin(1).square()
+    poor = ((failed > 0) | ~(smallest > SMALLEST_CURVATURE)).nonzero()[:, 0]
+    factor[poor] = torch.eye(curvature.shape[1], dtype=curvature.dtype, device=curvature.device)
+    inverse = torch.cholesky_inverse(factor)
+    log_det = -2 * factor.diagonal(dim1=1, dim2=2).log().sum(1)
+    if len(poor):
+        values, axes = torch.linalg.eigh(curvature[poor])
+        values = values.abs().clamp_min(SMALLEST_CURVATURE)
+        inverse[poor] = (axes / values[:, None]) @ axes.mT
+        log_det[poor] = -values.log().sum(1)
+    return inverse, log_det
+
+
+def _updated(inverse: torch.Tensor, step: torch.Tensor, change: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """BFGS update of inverse curvatures (B, L, L) where it is wanted and keeps them positive definite."""
+    along = (step * change).sum(1)
+    wanted = wanted & (along > 1e-8 * step.norm(dim=1) * change.norm(dim=1))
+    along = torch.where(wanted, along, 1.0)[:, None, None]
+    turned = inverse @ change[:, :, None]
+    outer = step[:, :, None] * turned.mT
+    square = step[:, :, None] * step[:, None]
+    factor = (along + change[:, None] @ turned) / along.square()
+    return torch.where(wanted[:, None, None], inverse + factor * square - (outer + outer.mT) / along, inverse)
