@@ -11,11 +11,11 @@ LOWEST, HIGHEST = -20.0, 5.0  # log variance; e⁻²⁰ is a standard deviation 
 
 
 class VarianceHead(torch.nn.Module):
-    """A frozen embedding as the mean, and the log variance from an MLP over it.
+    """A frozen embedding, moved by a constant, as the mean, and the log variance from an MLP over it.
 
-    Inputs are centred and scaled by constants of the fitted data (`standardise`), because the embeddings of a CLIP
-    model share a large mean that says nothing about an item; the output is softly bounded, because a log variance that
-    runs away turns into 0 or infinity.
+    The constant `offset` is 0 unless set. Inputs of the MLP are centred and scaled by constants of the fitted data
+    (`standardise`), because the embeddings of a CLIP model share a large mean that says nothing about an item. Its
+    output is softly bounded, because a log variance that runs away turns into 0 or infinity.
 
     Args:
         dim: D.
@@ -26,18 +26,20 @@ class VarianceHead(torch.nn.Module):
     (PETS), Appendix A.1. Standardised inputs are our addition.
     """
 
+    offset: torch.Tensor
     centre: torch.Tensor
     spread: torch.Tensor
 
     def __init__(self, dim: int, *, hidden: int = 256, layers: int = 2) -> None:
         super().__init__()
+        self.register_buffer("offset", torch.zeros(dim))
         self.register_buffer("centre", torch.zeros(dim))
         self.register_buffer("spread", torch.ones(()))
         self.mlp = mlp(dim, hidden, dim, layers=layers)
 
     def forward(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, D) mean, which is `values` itself, and (B, D) log variance in (`LOWEST`, `HIGHEST`)."""
-        return values, bounded(self.mlp((values - self.centre) / self.spread), LOWEST, HIGHEST)
+        """(B, D) mean and (B, D) log variance in (`LOWEST`, `HIGHEST`) of (B, D) embeddings."""
+        return values + self.offset, bounded(self.mlp((values - self.centre) / self.spread), LOWEST, HIGHEST)
 
     @torch.no_grad()
     def standardise(self, values: torch.Tensor) -> None:

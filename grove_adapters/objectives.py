@@ -2,19 +2,19 @@
 
 Gaussians are given by their moments ``(mean, log_variance)``, each (B, D); ``log_variance`` is log σ², also (B, 1).
 Half-precision inputs are computed in float32, also inside autocast; float64 stays float64. Objectives over all pairs
-of a batch are summed in blocks of rows that the backward pass computes anew, so a batch of 16,384 × 512 needs less
-than 2 GiB. Every reduction is named; "as published" and "as coded" variants, where they differ, go by name.
+of a batch are summed in blocks of rows whose gradients are taken at once, so a batch of 16,384 × 512 needs less than
+2 GiB. Every reduction is named; "as published" and "as coded" variants, where they differ, go by name.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid, softplus
-from torch.utils.checkpoint import checkpoint
 
 from grove_adapters.errors import InputError
 
@@ -110,28 +110,21 @@ def sigmoid_pairwise(
 ) -> torch.Tensor:
     """ProLIP's probabilistic pairwise contrastive loss: (1/B_I) Σ_ij softplus(−y_ij ℓ_ij), summed over all texts.
 
-    The logits are ℓ_ij = scale · (μ_i·μ_j − ½ Σ(σ_i² + σ_j²)) + shift, which for unit means is −scale/2 · CSD plus a
-    constant.
+    The logits are ℓ_ij = scale · (1 − ½ CSD_ij) + shift, see `csd_matching`. For the unit means of the paper that is
+    its scale · (μ_i·μ_j − ½ Σ(σ_i² + σ_j²)) + shift.
 
     Args:
-        image: B_I Gaussians with unit means.
-        text: B_T Gaussians with unit means.
+        image: B_I Gaussians.
+        text: B_T Gaussians.
         scale: a > 0, starting at 10 in the paper.
         shift: b, starting at −10.
         labels: (B_I, B_T) probabilities of a match in place of (y + 1) / 2, or None where equal row numbers match.
 
     Source: ProLIP Eq. 2, with the sign of b that its code and its stated start of −10 imply: printed it is −b.
     """
-    image, text = _checked(image), _checked(text)
-    other = (text[0], _total_variance(text), _as(scale, image[0]), _as(shift, image[0]))
-
-    def block(mean: torch.Tensor, total: torch.Tensor, truth: torch.Tensor, *whole: torch.Tensor) -> torch.Tensor:
-        closeness = mean @ whole[0].T - 0.5 * (total[:, None] + whole[1])
-        truth = _block_labels(truth, closeness)
-        return binary_cross_entropy_with_logits(whole[2] * closeness + whole[3], truth, reduction="sum")
-
-    rows = (image[0], _total_variance(image), _row_labels(labels, image, text))
-    return _over_rows(block, rows=rows, whole=other, width=len(text[0])) / len(image[0])
+    scale = _as(scale, image[0])
+    mean = csd_matching(image, text, scale=0.5 * scale, shift=scale + shift, labels=labels)
+    return mean * len(text[0])
 
 
 def soft_contrastive(
@@ -294,12 +287,47 @@ def _over_rows(
     with torch.autocast(rows[0].device.type, enabled=False):
         if len(rows[0]) <= height:
             return block(*rows, *whole)
-        parts = zip(*(tensor.split(height) for tensor in rows), strict=True)
-        sums = [
-            checkpoint(block, *part, *whole, use_reentrant=False, preserve_rng_state=False)  # blocks draw nothing
-            for part in parts
-        ]
-    return torch.stack(sums).sum()
+        keep_gradients = torch.is_grad_enabled()
+        return _BlockwiseSum.apply(block, height, len(rows), keep_gradients, *rows, *whole)
+
+
+class _BlockwiseSum(torch.autograd.Function):
+    """A sum over blocks whose gradient is taken block by block on the way forward.
+
+    The sum is a scalar, so its gradient only has to be scaled afterwards: nothing is computed twice, and no block is
+    held longer than it takes. Differentiable once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, block: Callable[..., torch.Tensor], height: int, n_rows: int, keep: bool, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        """The sum; with `keep`, the gradients are left in the context."""
+        wanted = [keep and needed for needed in ctx.needs_input_grad[4:]]
+        gradients = [torch.zeros_like(x) if want else None for x, want in zip(tensors, wanted, strict=True)]
+        total = torch.zeros((), dtype=tensors[0].dtype, device=tensors[0].device)
+        for start in range(0, len(tensors[0]), height):
+            cut = slice(start, start + height)
+            parts = [x[cut] if k < n_rows else x for k, x in enumerate(tensors)]
+            parts = [x.detach().requires_grad_(want) for x, want in zip(parts, wanted, strict=True)]
+            with torch.set_grad_enabled(keep):
+                value = block(*parts)
+            total += value.detach()
+            if not any(wanted):
+                continue
+            found = iter(torch.autograd.grad(value, [x for x in parts if x.requires_grad]))
+            for k, gradient in enumerate(gradients):
+                if gradient is not None:
+                    (gradient[cut] if k < n_rows else gradient).add_(next(found))
+        ctx.save_for_backward(*gradients)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The kept gradients, scaled."""
+        gradients = [None if gradient is None else gradient * scale for gradient in ctx.saved_tensors]
+        return None, None, None, None, *gradients
 
 
 def _mutual_terms(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor], extra: float = 0.0) -> torch.Tensor:

@@ -9,10 +9,13 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=seeding.generator(seed))
 
 
-def test_the_mean_is_the_embedding_and_variances_are_positive():
+def test_the_mean_is_the_embedding_plus_the_offset_and_variances_are_positive():
     values = normal(7, 12)
-    mean, log_variance = VarianceHead(12, hidden=16)(values)
+    head = VarianceHead(12, hidden=16)
+    mean, log_variance = head(values)
     assert torch.equal(mean, values)
+    head.offset.fill_(2.0)
+    assert torch.equal(head(values)[0], values + 2)
     assert log_variance.shape == (7, 12)
     assert bool((log_variance.exp() > 0).all())
 
