@@ -90,7 +90,10 @@ class TaskResult:
         return len(self.correct)
 
     def to_frame(self) -> pd.DataFrame:
-        """One row a query: id, correct, uncertainty, confidence, recall@k, group, and the (Q,) arrays of `detail`."""
+        """One row a query: id, correct, uncertainty, confidence, recall@k, group, and the (Q,) arrays of `detail`.
+
+        Entries of `detail` whose names begin with ``gallery_`` speak of the gallery, which may be as large.
+        """
         import pandas as pd
 
         columns: dict[str, Any] = {"id": self.ids, "correct": self.correct, "uncertainty": self.uncertainty}
@@ -102,7 +105,10 @@ class TaskResult:
         one_a_query = {
             name: value
             for name, value in self.detail.items()
-            if isinstance(value, np.ndarray) and value.shape == self.correct.shape and name not in columns
+            if isinstance(value, np.ndarray)
+            and value.shape == self.correct.shape
+            and name not in columns
+            and not name.startswith("gallery_")
         }
         return pd.DataFrame(columns | one_a_query)
 

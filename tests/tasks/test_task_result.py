@@ -63,6 +63,8 @@ def test_frame_has_one_row_a_query():
     ]  # fmt: skip
     assert frame["id"].tolist() == ["a", "b", "c"]
     assert "confidence" not in result(confidence=None).to_frame()
+    as_large = result(detail={"gallery_ids": np.array(["x", "y", "z"]), "n_matches": np.array([1, 2, 3])})
+    assert {"n_matches"} == set(as_large.to_frame()) - set(result(detail={}).to_frame())
 
 
 def test_callers_arrays_stay_theirs():
