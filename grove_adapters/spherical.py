@@ -112,7 +112,7 @@ class VonMisesFisher(Law):
 class PowerSpherical(Law):
     """Density proportional to (1 + t)^κ, so that (1 + t)/2 ~ Beta(α, β) with β = (D − 1)/2 and α = β + κ.
 
-    Source: De Cao & Aziz, The Power Spherical distribution (2020), Eqs. 3–5 and their moments.
+    Source: De Cao & Aziz, The Power Spherical distribution (2020).
     """
 
     def log_normaliser(self, concentration: torch.Tensor, dim: int) -> torch.Tensor:

@@ -29,6 +29,7 @@ ADAPTERS: Registry[Adapter] = Registry(
     {
         "density_ratio": "grove_adapters.adapters.density_ratio:DensityRatio",
         "deterministic": "grove_adapters.adapters.deterministic:Deterministic",
+        "failure_head": "grove_adapters.adapters.failure_head:FailureHead",
         "grove": "grove_adapters.adapters.grove:GroVE",
         "power_spherical": "grove_adapters.adapters.vmf:PowerSpherical",
         "probvlm": "grove_adapters.adapters.probvlm:ProbVLM",

@@ -56,10 +56,11 @@ class DensityRatio(Adapter):
     The mean is the frozen embedding. The variance is that of the other modality's embedding given the item, Var_q(t) in
     every dimension, whatever the measure.
 
-    Source: "CLIP as density ratio", Eqs. 8–15 and the definitions of D_W and D_C. Deliberate differences: D_KL is
-    log n − H(q), where the printed Eq. 10 has the logits inside its second logarithm; both norms are centred at the
-    mean of the item's own modality and G is a covariance (1/n), where the paper's definitions mix two means and its
-    values come from an unnormalised scatter; and D_W approximates 2 D_KL, as its Eq. 19 lacks a factor ½.
+    Source: "CLIP-like Model as a Foundational Density Ratio Estimator" (Uchiyama et al.), Eqs. 8–15 and the definitions
+    of D_W and D_C. Deliberate differences: D_KL is log n − H(q), where the printed Eq. 10 has the logits inside its
+    second logarithm; both norms are centred at the mean of the item's own modality and G is a covariance (1/n), where
+    the paper's definitions mix two means and its values come from an unnormalised scatter; and D_W approximates 2 D_KL,
+    as its Eq. 19 lacks a factor ½.
     """
 
     name = "density_ratio"

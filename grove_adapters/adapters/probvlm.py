@@ -225,7 +225,7 @@ def generalized_gaussian_nll(
             product off at 1e-4 and 1e3 and leaves log 2 out. What it is the logarithm of has mass 2 at β = 1, 1.13 at
             β = 2.
 
-    Source: ProbVLM, Eq. 5 and its public code.
+    Source: the likelihood of ProbVLM (Upadhyay et al. 2023) and its public code.
     """
     relative = residual.abs() / scale
     constant = scale.log() - shape.log() + torch.lgamma(1 / shape)
