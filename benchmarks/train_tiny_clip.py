@@ -1,6 +1,6 @@
 """Trains the bundled tiny CLIP on scenes with the open_clip training stack, and measures it.
 
-    python benchmarks/train_tiny_clip.py                 # about an hour on one shared core; writes the package's weights
+    python benchmarks/train_tiny_clip.py                 # an hour on one shared core; writes the package's weights
     python benchmarks/train_tiny_clip.py --measure-only  # measures the weights that are there
     python benchmarks/train_tiny_clip.py --smoke         # a few steps, written to a temporary folder
 

@@ -18,7 +18,6 @@ from grove_adapters.datasets.tiny_clip import (
 )
 from grove_adapters.datasets.tiny_clip.tokenizer import WordTokenizer
 
-
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "tiny_clip.json"
 
 
