@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, final
 
-import numpy as np
 import torch
 from torch.nn.functional import normalize
 
 from grove_adapters import seeding
 from grove_adapters.adapters.base import Adapter, Batch, FitRun
 from grove_adapters.adapters.loop import LoopConfig, Terms, hold_out, minimise
+from grove_adapters.adapters.variance_heads import LinkBatch, Links
 from grove_adapters.embeddings import MODALITIES, Modality, Pairs
 from grove_adapters.errors import InputError
 from grove_adapters.heads import bounded, mlp
@@ -21,7 +21,7 @@ from grove_adapters.posterior import DirectionalEmbedding, PowerSphericalEmbeddi
 
 LOWEST, HIGHEST = math.log(1e-2), math.log(1e5)  # log concentrations
 POINT = 1e5  # concentration of a side that has no head
-SAMPLE = 4096  # links looked at before the first step, and held-out ones after each epoch
+SAMPLE = 4096  # links that decide constants of the heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,28 +90,23 @@ class Directional(Adapter):
         if pairs.dim < 2:
             raise InputError(f"{self.name} expected embeddings of at least 2 dimensions, got 1; a sphere needs two")
         pairs, validation = hold_out(pairs, validation, self.config.validation_share, run)
-        module = self._build(pairs.dim, {})
-        sample: dict[str, torch.Tensor] = dict(
-            zip(MODALITIES, pairs.read(_some_rows(pairs, run.seed).numpy()), strict=True)
-        )
+        links, module = Links(pairs, run.device), self._build(pairs.dim, {})
+        sample = links.sample(SAMPLE, seeding.derive(run.seed, "start"))
         for side, head in module.items():
             assert isinstance(head, Head)
-            head.standardise(sample[side])
+            head.standardise((sample.image if side == "image" else sample.text).cpu())
         module.to(run.device)
-        matches = _Matches(pairs)
 
         def objective(rows: torch.Tensor) -> Terms:
-            return self._terms(module, pairs, matches, rows, run.device)
+            return self._terms(module, links.batch(rows))
 
         validate = None
         if validation is not None:
-            held_out, true = validation, _Matches(validation)
-            rows = _some_rows(held_out, seeding.derive(run.seed, "validation rows"))
+            held_out = Links(validation, run.device)
 
             def validate() -> float:
-                chunks = rows.split(self.config.batch_size)
-                losses = [float(self._terms(module, held_out, true, x, run.device)["loss"]) * len(x) for x in chunks]
-                return sum(losses) / len(rows)
+                batches = held_out.sweep(self.config.batch_size)
+                return sum(float(self._terms(module, x)["loss"]) * len(x.rows) for x in batches) / len(held_out)
 
         minimise(objective, module, len(pairs), self.config, run, validate=validate)
         run.report.facts = {
@@ -121,23 +116,18 @@ class Directional(Adapter):
         }
         return module
 
-    def _terms(
-        self, module: torch.nn.ModuleDict, pairs: Pairs, matches: _Matches, rows: torch.Tensor, device: torch.device
-    ) -> Terms:
-        values: dict[str, torch.Tensor] = dict(zip(MODALITIES, pairs.read(rows.numpy(), device), strict=True))
-        true = matches(rows).to(device)
+    def _terms(self, module: torch.nn.ModuleDict, batch: LinkBatch) -> Terms:
+        law, values = self.posterior_class.law, {"image": batch.image, "text": batch.text}
         terms: Terms = {}
         for side, head in module.items():
             assert isinstance(head, Head)
             direction, concentration = head(values[side])
             other = normalize(values[_other(side)], dim=1)
-            law = self.posterior_class.law
             likelihood = law.log_kernel((other @ direction.T).clamp(-1, 1), concentration)
-            likelihood = likelihood + law.log_normaliser(concentration, pairs.dim)
-            terms[side] = symmetric_cross_entropy(
-                head.log_temperature.exp() * likelihood, true if side == "text" else true.T
-            )
-        return {"loss": sum(terms.values(), torch.zeros((), device=device)), **terms}
+            likelihood = likelihood + law.log_normaliser(concentration, direction.shape[1])
+            labels = batch.labels if side == "text" else batch.labels.T  # rows are the other modality
+            terms[side] = symmetric_cross_entropy(head.log_temperature.exp() * likelihood, labels)
+        return {"loss": torch.stack(list(terms.values())).sum(), **terms}
 
     def _build(self, dim: int, facts: Mapping[str, Any]) -> torch.nn.ModuleDict:
         config = self.config
@@ -202,23 +192,6 @@ class Head(torch.nn.Module):
         self.spread.fill_(float(values.var(0, correction=0).mean().sqrt()) or 1.0)
 
 
-class _Matches:
-    """(B, B) which image of a minibatch of links goes with which of its texts: its own, and every other true match."""
-
-    def __init__(self, pairs: Pairs) -> None:
-        self._truth = pairs.truth()
-        self._links = pairs.links
-        self._classes = pairs.classes
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        links = self._links[rows.numpy()]
-        true = self._truth[links[:, 0]][:, links[:, 1]].toarray()
-        if self._classes is not None:
-            own = self._classes[links[:, 0]]
-            true |= own[:, None] == own
-        return torch.from_numpy(true)
-
-
 def symmetric_cross_entropy(logits: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
     """Mean of −log Σ_{right answers} softmax over rows, averaged with the same over columns, in nats.
 
@@ -229,11 +202,6 @@ def symmetric_cross_entropy(logits: torch.Tensor, true: torch.Tensor) -> torch.T
     right = logits.masked_fill(~true, -math.inf)
     ways = [(logits.logsumexp(axis) - right.logsumexp(axis)).mean() for axis in (0, 1)]
     return (ways[0] + ways[1]) / 2
-
-
-def _some_rows(pairs: Pairs, seed: int) -> torch.Tensor:
-    random = np.random.default_rng(seed)
-    return torch.from_numpy(np.sort(random.choice(len(pairs), min(SAMPLE, len(pairs)), replace=False)))
 
 
 def _other(modality: str) -> Modality:
