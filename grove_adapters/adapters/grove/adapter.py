@@ -9,21 +9,24 @@ from typing import Any
 import torch
 
 from grove_adapters import seeding
-from grove_adapters.adapters.base import Adapter, Batch, FitRun
+from grove_adapters.adapters.base import Adapter, Batch, FitReport, FitRun
 from grove_adapters.adapters.grove import initialise
 from grove_adapters.adapters.grove.alignments import ALIGNMENTS
 from grove_adapters.adapters.grove.backbone import decoding_share
+from grove_adapters.adapters.grove.collapsed import CollapsedObjective
 from grove_adapters.adapters.grove.config import GroVEConfig
 from grove_adapters.adapters.grove.data import LinkedRows
 from grove_adapters.adapters.grove.gp import SparseGP
 from grove_adapters.adapters.grove.inference import LatentInference, LatentPosterior, blocks
 from grove_adapters.adapters.grove.model import Decoders, Objective
 from grove_adapters.adapters.grove.natural import NaturalGradient
-from grove_adapters.adapters.loop import hold_out, minimise
+from grove_adapters.adapters.loop import LoopConfig, hold_out, minimise
 from grove_adapters.embeddings import MODALITIES, Pairs
+from grove_adapters.errors import InputError
 
 ANCHORS = 512  # training latents kept for prediction
 VALIDATION_ROWS = 256  # held-out links looked at after each epoch
+MOST_EXACT = 2000  # links of an exact GP, whose kernel matrix has their square
 SMALLEST_DISPLACEMENT = 0.01  # RMS; a fit that moves latents less has not fitted them
 
 
@@ -55,35 +58,55 @@ class GroVE(Adapter):
         start = initialise.start(
             data, config.latent_dim, seeding.derive(run.seed, "latents"), random=config.latent_init == "random"
         )
+        if config.exact and len(data) > MOST_EXACT:
+            raise InputError(
+                f"grove with exact=True expected at most {MOST_EXACT} links to fit, got {len(data)}; use exact=False"
+            )
         latents = torch.nn.Embedding.from_pretrained(start.latents.clone(), freeze=False, sparse=True)
         decoders = self._started(start, seeding.derive(run.seed, "inducing"))
         module = torch.nn.ModuleDict({"latents": latents, "decoders": decoders}).to(run.device)
         refit(decoders, latents.weight, data)
-        natural = NaturalGradient(decoders.gps, len(data), config.natural_rate)
-        objective = Objective(
-            decoders,
-            latents,
-            data,
-            alignment=ALIGNMENTS[config.alignment](),
-            weight=config.alignment_weight / config.reconstruction_weight,
-            align_constants=config.align_constants,
-            prior=config.latent_prior,
-            natural=natural,
-        )
+        objective, loop, optimisers = self._training(decoders, latents, data)
         minimise(
             objective,
             module,
             len(data),
-            config,
+            loop,
             run,
-            others=[torch.optim.SparseAdam(latents.parameters(), lr=config.latent_learning_rate), natural],
+            others=optimisers,
             validate=None if validation is None else self._validation(module, objective, validation, run),
         )
+        if isinstance(objective, CollapsedObjective):
+            objective.settle()
         fitted = latents.weight.detach()
         decoders.anchors.copy_(initialise.sampled(fitted, ANCHORS, seeding.derive(run.seed, "anchors")))
         if config.mean == "backbone" and validation is not None:
             decoders.share.fill_(self._share(decoders, validation, run))
-        moved = float((fitted.cpu() - start.latents).square().sum(1).mean().sqrt())
+        self._tell(report, decoders, float((fitted.cpu() - start.latents).square().sum(1).mean().sqrt()))
+        return decoders
+
+    def _training(
+        self, decoders: Decoders, latents: torch.nn.Embedding, data: LinkedRows
+    ) -> tuple[Objective, LoopConfig, list[torch.optim.Optimizer]]:
+        """What is minimised, in which minibatches, and the optimisers of latents and q(u)."""
+        config = self.config
+        settings: dict[str, Any] = {
+            "alignment": ALIGNMENTS[config.alignment](),
+            "weight": config.alignment_weight / config.reconstruction_weight,
+            "align_constants": config.align_constants,
+            "prior": config.latent_prior,
+        }
+        moving = torch.optim.SparseAdam(latents.parameters(), lr=config.latent_learning_rate)
+        if config.exact or config.training == "collapsed":
+            for gp in decoders.gps.values():
+                gp.follows_optimum(inducing_too=config.exact)
+            collapsed = CollapsedObjective(decoders, latents, data, exact=config.exact, **settings)
+            return collapsed, config.replace(batch_size=len(data)), [moving]
+        natural = NaturalGradient(decoders.gps, len(data), config.natural_rate)
+        return Objective(decoders, latents, data, natural=natural, **settings), config, [moving, natural]
+
+    def _tell(self, report: FitReport, decoders: Decoders, moved: float) -> None:
+        """Facts of the fit for its report, and a warning where latents stood still."""
         chosen = report.history[report.best_epoch - 1]
         report.facts = {
             "latent_displacement_rms": moved,
@@ -98,10 +121,11 @@ class GroVE(Adapter):
                 f"latents moved by {moved:.2g}, where their spread is about 1: they are where they started; raise "
                 "latent_learning_rate or epochs"
             )
-        return decoders
 
     def _started(self, start: initialise.Start, seed: int) -> Decoders:
-        inducing = initialise.inducing_inputs(start.latents, self.config.n_inducing, seed)
+        inducing = start.latents
+        if not self.config.exact:
+            inducing = initialise.inducing_inputs(start.latents, self.config.n_inducing, seed)
         dim = len(start.constants["image"])
         decoders = self._decoders(len(inducing), dim, min(ANCHORS, len(start.latents)))
         lengthscale = initialise.median_distance(start.latents, seed)

@@ -29,6 +29,11 @@ class GroVEConfig(LoopConfig):
         ard: Whether the kernel has a length scale for each latent dimension; a cosine has none.
         covariance: Of q(u): ``"shared"`` by the D outputs, which loses nothing where their noise is one,
             ``"diagonal"``, or a full one ``"per_dim"`` as published, with D times the memory and time.
+        training: ``"minibatch"``: stochastic steps, with q(u) by natural gradients. ``"collapsed"``: one step an epoch
+            on the bound of all links with q(u) at its optimum, computed in a stream; the covariance must be
+            ``"shared"``.
+        exact: Every link's latent is inducing, in collapsed training, so the bound is the log marginal likelihood of
+            the exact GPs. For few shots: memory grows with N², time with N³.
         mean: Of the posterior. ``"constant"``, as published: the GP around a constant, that is the decoding μ(x*) of
             the latent, which keeps L of the D dimensions and with them few of the right matches. ``"backbone"``: the GP
             around the frozen embedding z, that is z + w (μ(x*) − z), where w is the share with which held-out links
@@ -73,6 +78,8 @@ class GroVEConfig(LoopConfig):
     kernel: Literal["rbf", "matern15", "matern25", "cosine"] = "rbf"
     ard: bool = False
     covariance: Literal["shared", "diagonal", "per_dim"] = "shared"
+    training: Literal["minibatch", "collapsed"] = "minibatch"
+    exact: bool = False
     mean: Literal["constant", "backbone"] = "backbone"
     latent_init: Literal["pca", "random"] = "pca"
     latent_prior: bool = True
@@ -91,4 +98,6 @@ class GroVEConfig(LoopConfig):
             self.require(getattr(self, name) > 0, name, "a number > 0")
         self.require(self.alignment_weight >= 0, "alignment_weight", "a number ≥ 0")
         self.require(not (self.ard and self.kernel == "cosine"), "ard", "False, for a cosine has no length scales")
+        collapsed = self.exact or self.training == "collapsed"
+        self.require(not collapsed or self.covariance == "shared", "covariance", "'shared', for collapsed training")
         self.require(0 < self.natural_rate <= 1, "natural_rate", "a share above 0 and up to 1")

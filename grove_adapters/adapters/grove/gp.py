@@ -135,6 +135,11 @@ class SparseGP(torch.nn.Module):
         variance = conditional + self.covariance.spread(single)
         return single @ self.mean, variance.clamp_min(JITTERS[0] * self.kernel.scale.detach())
 
+    def follows_optimum(self, *, inducing_too: bool) -> None:
+        """Leave q(u), and the inducing inputs where asked, to whoever sets them: no optimiser moves them."""
+        for parameter in (self.mean, self.covariance.root, *([self.inducing] if inducing_too else [])):
+            parameter.requires_grad_(False)
+
     def variance_loss(self) -> torch.Tensor:
         """A = Σ_d (I − S_d), (M, M) float64: the marginal variances add up to D k(x, x) − rᵀ A r."""
         identity = torch.eye(len(self.mean), dtype=torch.float64, device=self.mean.device)

@@ -86,7 +86,7 @@ class Objective:
         weight: λ₂ / λ₁ of it.
         align_constants: Whether the alignment sees the constants c too, as published, or only what varies around them.
         prior: Whether latents have the prior N(0, I).
-        natural: The optimiser of q(u), told about every minibatch.
+        natural: The optimiser of q(u), told about every minibatch, or None.
 
     Source: GroVE, Eqs. 6–10 in the per-datum convention of its public code.
     """
@@ -101,7 +101,7 @@ class Objective:
         weight: float,
         align_constants: bool,
         prior: bool,
-        natural: NaturalGradient,
+        natural: NaturalGradient | None,
     ) -> None:
         self._decoders = decoders
         self._latents = latents
@@ -152,6 +152,8 @@ class Objective:
 
     @torch.no_grad()
     def _observe(self, features: Mapping[str, torch.Tensor], marginals: Mapping[str, Marginal]) -> None:
+        if self._natural is None:
+            return
         coupling, bends = self._alignment.stiffness(*self._shifted(marginals).values())
         for modality, gp in self._decoders.gps.items():
             self._natural.observe(
