@@ -42,7 +42,7 @@ class FailureHeadConfig(LoopConfig):
     layers: int = 2
     folds: int = 5
     gallery_size: int = 1000
-    reference_size: int = 2048
+    reference_size: int = 1024
     weight_decay: float = 0.1
 
     def check(self) -> None:
@@ -205,6 +205,8 @@ class Head(torch.nn.Module):
 
     centre: torch.Tensor
     spread: torch.Tensor
+    other_centre: torch.Tensor
+    other_spread: torch.Tensor
     usual: torch.Tensor
     varying: torch.Tensor
     reference: torch.Tensor
@@ -214,6 +216,8 @@ class Head(torch.nn.Module):
         super().__init__()
         self.register_buffer("centre", torch.zeros(dim))
         self.register_buffer("spread", torch.ones(()))
+        self.register_buffer("other_centre", torch.zeros(dim))
+        self.register_buffer("other_spread", torch.ones(()))
         self.register_buffer("usual", torch.zeros(3))
         self.register_buffer("varying", torch.ones(3))
         self.register_buffer("reference", torch.zeros(n_reference, dim))
@@ -230,6 +234,8 @@ class Head(torch.nn.Module):
         """Take over constants of the fitted data: unit vectors of both modalities, logit scale, failure rate."""
         self.centre.copy_(own.mean(0))
         self.spread.copy_(_spread(own))
+        self.other_centre.copy_(other.mean(0))
+        self.other_spread.copy_(_spread(other))
         self.reference.copy_(other)
         self.log_temperature.fill_(math.log(scale))
         numbers, _, _ = self._seen(own, other)
@@ -250,11 +256,10 @@ class Head(torch.nn.Module):
         """
         unit = normalize(values, dim=1)
         numbers, nearest, attended = self._seen(unit, reference)
-        centre, spread = reference.mean(0), _spread(reference)
         features = [
             (unit - self.centre) / self.spread,
-            (nearest - centre) / spread,
-            (attended - centre) / spread,
+            (nearest - self.other_centre) / self.other_spread,
+            (attended - self.other_centre) / self.other_spread,
             (numbers - self.usual) / self.varying,
         ]
         return self.mlp(torch.cat(features, 1))[:, 0]
