@@ -240,7 +240,12 @@ def main() -> None:
     print(verdict)
     if arguments.smoke:
         return
-    content = {"what": __doc__.splitlines()[0], "folds": arguments.folds, "seed": arguments.seed}
+    content = {
+        "what": __doc__.splitlines()[0],
+        "data": arguments.data,
+        "folds": arguments.folds,
+        "seed": arguments.seed,
+    }
     _io.write_json(RESULTS / "adapters_quality.json", {**content, "noise": noise, "rows": rows, "control": verdict})
     _io.write_text(RESULTS / "adapters_quality.md", "\n\n".join([*blocks, verdict]) + "\n")
 

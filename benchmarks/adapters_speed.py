@@ -35,6 +35,7 @@ from grove_adapters.adapters.loop import LoopConfig, minimise
 from grove_adapters.embeddings import as_float32
 
 RESULTS = Path(__file__).resolve().parent / "results"
+WRAPPERS = {"ensemble", "recalibrated"}  # cost what they wrap
 BATCH = 256
 VIEWS = 4
 
@@ -228,7 +229,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="small and fast, nothing written")
-    parser.add_argument("--adapters", nargs="*", default=list_adapters(), metavar="NAME")
+    bare = [name for name in list_adapters() if name not in WRAPPERS]
+    parser.add_argument("--adapters", nargs="*", default=bare, metavar="NAME")
     parser.add_argument("--pairs", type=int, default=4096, metavar="N")
     parser.add_argument("--dim", type=int, default=512, metavar="D")
     parser.add_argument("--epochs", type=int, default=1, metavar="N")
@@ -242,7 +244,10 @@ def main() -> None:
         pairs = make_pairs(Path(folder), arguments.pairs, arguments.dim)
         for name in arguments.adapters:
             rows.append(measure(name, pairs, arguments, rate))
-            print({key: value if isinstance(value, str | None) else round(value, 3) for key, value in rows[-1].items()})
+            print(
+                {key: value if isinstance(value, str | None) else round(value, 3) for key, value in rows[-1].items()},
+                flush=True,
+            )
     print(f"\n{table(rows)}")
     if arguments.smoke:
         return
