@@ -1,7 +1,8 @@
 """The von Mises–Fisher and Power Spherical laws on the unit sphere of R^D, stable for wide D and large κ.
 
 Both have a density that depends on the cosine t = ⟨μ, x⟩ alone, with respect to the surface measure. Everything is
-computed in float64 and returned in the type that came in; gradients reach the concentration.
+computed in float64 and returned in the type that came in, float32 for half precision, in which a log density of some
+hundreds has no digits left; gradients reach the concentration.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class VonMisesFisher(Law):
         """A = I_{ν+1}/I_ν, 1 − A² − (D − 1) A/κ and A/κ."""
         wide = concentration.double()
         across, _ = _ratio(wide, dim)
-        return Moments(*(x.to(concentration) for x in (wide * across, _along(wide, across, dim), across)))
+        return Moments(*(_narrowed(x, concentration) for x in (wide * across, _along(wide, across, dim), across)))
 
     def _cosines(self, concentration: torch.Tensor, dim: int, n: int) -> torch.Tensor:
         """Rejection from a transformed Beta; at least two of three proposals are accepted (Ulrich 1984, Wood 1994)."""
@@ -120,7 +121,7 @@ class PowerSpherical(Law):
         beta = (dim - 1) / 2
         alpha = concentration.double() + beta
         value = (alpha + beta).lgamma() - alpha.lgamma() - (alpha + beta) * math.log(2) - beta * math.log(math.pi)
-        return value.to(concentration)
+        return _narrowed(value, concentration)
 
     def log_kernel(self, cosine: torch.Tensor, concentration: torch.Tensor) -> torch.Tensor:
         """κ log(1 + t), finite at the antipode too, where the density is 0."""
@@ -133,7 +134,7 @@ class PowerSpherical(Law):
         total = alpha + beta
         across = 2 * alpha / (total * (total + 1))
         parts = (concentration.double() / total, 2 * beta * across / total, across)
-        return Moments(*(x.to(concentration) for x in parts))
+        return Moments(*(_narrowed(x, concentration) for x in parts))
 
     def _cosines(self, concentration: torch.Tensor, dim: int, n: int) -> torch.Tensor:
         beta = torch.full((len(concentration), n), (dim - 1) / 2, dtype=torch.float64)
@@ -152,12 +153,12 @@ class _LogNormaliser(torch.autograd.Function):
     def forward(ctx: Any, concentration: torch.Tensor, dim: int) -> torch.Tensor:
         ctx.save_for_backward(concentration)
         ctx.dim = dim
-        return _ratio(concentration.double(), dim)[1].to(concentration)
+        return _narrowed(_ratio(concentration.double(), dim)[1], concentration)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (concentration,) = ctx.saved_tensors
-        return -gradient * _MeanLength.apply(concentration, ctx.dim), None
+        return (-gradient * _MeanLength.apply(concentration, ctx.dim)).to(concentration), None
 
 
 class _MeanLength(torch.autograd.Function):
@@ -168,13 +169,18 @@ class _MeanLength(torch.autograd.Function):
         ctx.save_for_backward(concentration)
         ctx.dim = dim
         wide = concentration.double()
-        return (wide * _ratio(wide, dim)[0]).to(concentration)
+        return _narrowed(wide * _ratio(wide, dim)[0], concentration)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        wide = ctx.saved_tensors[0].double()
-        return gradient * _along(wide, _ratio(wide, ctx.dim)[0], ctx.dim).to(gradient), None
+        (concentration,) = ctx.saved_tensors
+        wide = concentration.double()
+        return (gradient * _along(wide, _ratio(wide, ctx.dim)[0], ctx.dim)).to(concentration), None
+
+
+def _narrowed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.promote_types(like.dtype, torch.float32))
 
 
 def _ratio(concentration: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -110,3 +110,15 @@ def test_vmf_limits_are_finite_and_ordered():
 def test_power_spherical_is_finite_at_the_antipode():
     value = POWER_SPHERICAL.log_kernel(torch.tensor([-1.0, -1.0000001]), torch.tensor(1e5))
     assert bool(torch.isfinite(value).all())
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_half_precision_is_computed_and_returned_wider(name):
+    k = torch.tensor([0.5, 12.0, 3000.0], dtype=torch.bfloat16, requires_grad=True)
+    value = LAWS[name].log_normaliser(k, 512)
+    assert value.dtype == torch.float32
+    exact = LAWS[name].log_normaliser(k.detach().double(), 512)
+    torch.testing.assert_close(value.detach().double(), exact, rtol=1e-6, atol=1e-4)
+    value.sum().backward()
+    assert k.grad.dtype == torch.bfloat16
+    assert LAWS[name].moments(k.detach(), 512).length.dtype == torch.float32

@@ -227,6 +227,8 @@ def generalized_gaussian_nll(
 
     Source: the likelihood of ProbVLM (Upadhyay et al. 2023) and its public code.
     """
+    dtype = torch.promote_types(residual.dtype, torch.float32)  # half precision has no digits for lgamma
+    residual, scale, shape = residual.to(dtype), scale.to(dtype), shape.to(dtype)
     relative = residual.abs() / scale
     constant = scale.log() - shape.log() + torch.lgamma(1 / shape)
     if form == "as_published":

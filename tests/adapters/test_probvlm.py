@@ -69,6 +69,9 @@ def test_nll_in_float32():
     single = generalized_gaussian_nll(*(x.float() for x in parts))
     exact = generalized_gaussian_nll(*parts)
     torch.testing.assert_close(single.double(), exact, rtol=1e-4, atol=1e-5)
+    halves = [x.bfloat16() for x in parts]
+    wide = generalized_gaussian_nll(*(x.double() for x in halves))
+    torch.testing.assert_close(generalized_gaussian_nll(*halves).double(), wide, rtol=1e-4, atol=1e-5)
 
 
 def test_outputs_stay_in_their_bounds_for_any_weights():
