@@ -1,6 +1,8 @@
 """Adapters: frozen embeddings in, probabilistic embeddings out; each behind the same contract.
 
-`base` holds the contract, `loop` the one mini-batch loop; every other module is one adapter.
+`base` holds the contract, `loop` the one mini-batch loop and `checkpoint` what it needs to go on after a crash.
+`variance_heads` is what the adapters that learn variances by a loss on links share, `wrapping` what the adapters around
+other adapters share. Every other module is one adapter.
 """
 
 from __future__ import annotations
