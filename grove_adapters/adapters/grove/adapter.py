@@ -21,10 +21,13 @@ from grove_adapters.adapters.grove.inference import LatentInference, LatentPoste
 from grove_adapters.adapters.grove.model import Decoders, Objective
 from grove_adapters.adapters.grove.natural import NaturalGradient
 from grove_adapters.adapters.loop import LoopConfig, hold_out, minimise
-from grove_adapters.embeddings import MODALITIES, Pairs
+from grove_adapters.embeddings import MODALITIES, Embeddings, Pairs
 from grove_adapters.errors import InputError
+from grove_adapters.posterior import ProbabilisticEmbedding
 
 ANCHORS = 512  # training latents kept for prediction
+OTHER = {"image": "text", "text": "image"}
+LEAST_NOISE = 0.1  # share of a held-out error that is never put down to doubt about the latent
 VALIDATION_ROWS = 256  # held-out links looked at after each epoch
 MOST_EXACT = 2000  # links of an exact GP, whose kernel matrix has their square
 SMALLEST_DISPLACEMENT = 0.01  # RMS; a fit that moves latents less has not fitted them
@@ -80,8 +83,8 @@ class GroVE(Adapter):
             objective.settle()
         fitted = latents.weight.detach()
         decoders.anchors.copy_(initialise.sampled(fitted, ANCHORS, seeding.derive(run.seed, "anchors")))
-        if config.mean == "backbone" and validation is not None:
-            decoders.share.fill_(self._share(decoders, validation, run))
+        if config.mean == "backbone":
+            self._lean_on_backbone(decoders, validation, run)
         self._tell(report, decoders, float((fitted.cpu() - start.latents).square().sum(1).mean().sqrt()))
         return decoders
 
@@ -159,21 +162,34 @@ class GroVE(Adapter):
     def _both(self, decoders: Decoders, *, restarts: int) -> LatentInference:
         return LatentInference(decoders.gps, decoders.anchors, prior=self.config.latent_prior, restarts=restarts)
 
-    def _share(self, decoders: Decoders, validation: Pairs, run: FitRun) -> float:
-        """How far the means of held-out links should go from the frozen embeddings to their decodings."""
+    @torch.no_grad()
+    def _lean_on_backbone(self, decoders: Decoders, validation: Pairs | None, run: FitRun) -> None:
+        """Learn from held-out links how far to go from the frozen embeddings, and how good cross predictions are."""
+        decoders.cross_noise.fill_(decoders.image.noise + decoders.text.noise)
+        if validation is None:
+            return
         rows = _held_out_rows(validation, run)
-        frozen = LinkedRows(validation, run.device).fetch(rows)
-        with torch.no_grad():
-            decoded = {
-                modality: _decoded(decoders.gps[modality], self._located(decoders, modality, values)[1].mode)[0]
-                for modality, values in frozen.items()
-            }
+        links, frozen = validation.links[rows.numpy()], LinkedRows(validation, run.device).fetch(rows)
+        own, other, doubt = {}, {}, {}
+        for modality, values in frozen.items():
+            posterior = self._located(decoders, modality, values)
+            own[modality] = _decoded(decoders.gps[modality], posterior.mode)[0]
+            other[modality], doubt[modality] = self._read_off(decoders, OTHER[modality], posterior)
         decoders.searches.clear()
-        return decoding_share(frozen, decoded, validation.links[rows.numpy()])
+        decoders.share.fill_(decoding_share(frozen, own, links))
+        for place, modality in enumerate(MODALITIES):
+            partner = OTHER[modality]
+            z, truth = frozen[modality], {partner: frozen[partner]}
+            moved = z + other[modality] - own[modality]
+            first = decoding_share({modality: z, **truth}, {modality: moved, **truth}, links)
+            moved = torch.lerp(z, moved, first)
+            second = decoding_share({modality: moved, **truth}, {modality: other[modality], **truth}, links)
+            miss = (torch.lerp(moved, other[modality], second) - frozen[partner]).square().mean()
+            decoders.cross_shares[place] = torch.tensor([first, second])
+            decoders.cross_noise[place] = torch.maximum(miss - doubt[modality].mean(), LEAST_NOISE * miss)
 
     def _facts(self) -> dict[str, Any]:
-        decoders = self.module_
-        assert isinstance(decoders, Decoders)
+        decoders = self._fitted_decoders()
         return {"n_inducing": len(decoders.image.inducing), "n_anchors": len(decoders.anchors)}
 
     def _build(self, dim: int, facts: Mapping[str, Any]) -> torch.nn.Module:
@@ -191,37 +207,119 @@ class GroVE(Adapter):
             covariance=config.covariance,
         )
 
+    def predict_cross(
+        self,
+        embeddings: Embeddings,
+        *,
+        batch_size: int = 4096,
+        seed: int = 0,
+        device: str | torch.device = "cpu",
+        progress: bool = False,
+    ) -> ProbabilisticEmbedding:
+        """Where the partners of items should be: for each image a Gaussian over text embeddings, and the reverse.
+
+        With x* the latent that explains the item, μ its modality's decoder and ν the other's, the mean is ν(x*) with
+        ``mean="constant"``. With ``"backbone"`` it is the frozen embedding z, moved by a share of ν(x*) − μ(x*) and
+        from there by a share of the way to ν(x*); what the latent does not explain of z is so carried over. Both shares
+        are those with which held-out links find each other best. The epistemic variance is that of ν at x* with the
+        Laplace posterior of x propagated; the aleatoric one is the other decoder's noise, or what is left of the
+        held-out error.
+
+        The result keeps ids and modality of the items, so that it takes their place as queries of a gallery of the
+        other modality: `tasks.retrieve` of ``adapter.predict_cross(images)`` and texts by ``"expected_likelihood"`` has
+        as confidence the posterior probability of the best match.
+
+        Args:
+            embeddings: Items of either modality.
+            batch_size: Rows worked on together, which changes nothing else.
+            seed: Kept for the record; no random number is drawn.
+            device: Where to compute.
+            progress: Whether to show a progress bar.
+
+        Raises:
+            NotFittedError: `fit` or `load` was not called.
+            InputError: As for `predict`.
+            SourceMismatchError: As for `predict`.
+        """
+        return _Crossing(self).predict(embeddings, batch_size=batch_size, seed=seed, device=device, progress=progress)
+
     def _predict(self, batch: Batch) -> dict[str, torch.Tensor]:
-        decoders = self.module_
-        assert isinstance(decoders, Decoders)
-        find, posterior = self._located(decoders, batch.modality, batch.values)
-        mean, variance = _decoded(decoders.gps[batch.modality], posterior.mode)
-        epistemic = variance + find.propagated(batch.modality, posterior)[:, None]
-        noise = decoders.gps[batch.modality].noise
-        fields = {
-            "mean": mean if self.config.mean == "constant" else torch.lerp(batch.values, mean, decoders.share),
-            "aleatoric": noise.expand_as(epistemic),
-            "epistemic": epistemic,
-            "variance": noise + epistemic,
-        }
+        decoders = self._fitted_decoders()
+        posterior = self._located(decoders, batch.modality, batch.values)
+        mean, epistemic = self._read_off(decoders, batch.modality, posterior)
+        if self.config.mean == "backbone":
+            mean = torch.lerp(batch.values, mean, decoders.share)
+        fields = _parts(mean, decoders.gps[batch.modality].noise, epistemic)
         if self.config.uncertainty == "latent_entropy":
             fields["uncertainty"] = posterior.entropy
         return fields
 
-    def _located(
-        self, decoders: Decoders, modality: str, values: torch.Tensor
-    ) -> tuple[LatentInference, LatentPosterior]:
-        """The latents of new embeddings of one modality, and what found them, which is made once a device."""
-        place = (modality, values.device)
-        if place not in decoders.searches:
-            decoders.searches[place] = LatentInference(
+    def _predict_cross(self, batch: Batch) -> dict[str, torch.Tensor]:
+        decoders, partner, place = self._fitted_decoders(), OTHER[batch.modality], MODALITIES.index(batch.modality)
+        posterior = self._located(decoders, batch.modality, batch.values)
+        mean, epistemic = self._read_off(decoders, partner, posterior)
+        if self.config.mean == "constant":
+            return _parts(mean, decoders.gps[partner].noise, epistemic)
+        own, _ = _decoded(decoders.gps[batch.modality], posterior.mode)
+        first, second = decoders.cross_shares[place]
+        moved = torch.lerp(batch.values, batch.values + mean - own, first)
+        return _parts(torch.lerp(moved, mean, second), decoders.cross_noise[place].double(), epistemic)
+
+    def _fitted_decoders(self) -> Decoders:
+        assert isinstance(self.module_, Decoders)
+        return self.module_
+
+    def _read_off(
+        self, decoders: Decoders, modality: str, posterior: LatentPosterior
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decoded mean (B, D) and epistemic variance, (B, 1) or (B, D), at Laplace posteriors of latents."""
+        mean, variance = _decoded(decoders.gps[modality], posterior.mode)
+        find = self._inference(decoders, modality, posterior.mode.device)
+        return mean, variance + find.propagated(modality, posterior)[:, None]
+
+    def _located(self, decoders: Decoders, modality: str, values: torch.Tensor) -> LatentPosterior:
+        """The latents of new embeddings of one modality."""
+        return self._inference(decoders, modality, values.device)({modality: values})
+
+    def _inference(self, decoders: Decoders, modality: str, device: torch.device) -> LatentInference:
+        """Inference of one modality, made ready once a device."""
+        if (modality, device) not in decoders.searches:
+            decoders.searches[modality, device] = LatentInference(
                 {modality: decoders.gps[modality]},
                 decoders.anchors,
                 prior=self.config.latent_prior,
                 restarts=self.config.restarts,
             )
-        find = decoders.searches[place]
-        return find, find({modality: values})
+        return decoders.searches[modality, device]
+
+
+class _Crossing(Adapter):
+    """A fitted `GroVE` whose predictions are of the other modality, with all the checks of `Adapter.predict`."""
+
+    name = GroVE.name
+    config_class = GroVEConfig
+
+    def __init__(self, fitted: GroVE) -> None:
+        super().__init__(fitted.config)
+        fitted._fitted("predict_cross")
+        self._of = fitted
+        self.module_, self.dim_, self.source_ = fitted.module_, fitted.dim_, fitted.source_
+        self.fit_report_ = fitted.fit_report_
+
+    def _fit(self, pairs: Pairs, validation: Pairs | None, run: FitRun) -> torch.nn.Module:
+        return self._of._fit(pairs, validation, run)
+
+    def _predict(self, batch: Batch) -> dict[str, torch.Tensor]:
+        return self._of._predict_cross(batch)
+
+
+def _parts(mean: torch.Tensor, noise: torch.Tensor, epistemic: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "mean": mean,
+        "aleatoric": noise.expand_as(epistemic),
+        "epistemic": epistemic,
+        "variance": noise + epistemic,
+    }
 
 
 def _held_out_rows(validation: Pairs, run: FitRun) -> torch.Tensor:

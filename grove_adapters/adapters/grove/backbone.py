@@ -10,37 +10,33 @@ import torch
 from grove_adapters.embeddings import MODALITIES
 
 SHARES = tuple(step / 20 for step in range(21))
-SCALES = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0)  # inverse temperatures of the match distribution
+SCALES = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0)  # inverse temperatures, for distances whose mean square is 1
 
 
-def decoding_share(
-    frozen: Mapping[str, torch.Tensor],
-    decoded: Mapping[str, torch.Tensor],
-    links: np.ndarray,
-) -> float:
-    """The share w of z + w (μ − z) with which held-out links find each other best.
+def decoding_share(start: Mapping[str, torch.Tensor], end: Mapping[str, torch.Tensor], links: np.ndarray) -> float:
+    """The share w of start + w (end − start) with which held-out links find each other best.
 
-    The loss is the cross-entropy of the match distribution over the given links in both directions, at
-    the inverse temperature that suits the share best, so that flattening or sharpening gains nothing. Of the shares
-    whose loss is less than a standard error (of the paired difference) worse than the best one's, the smallest is
-    taken: the frozen embedding is left only for something.
+    The loss is the cross-entropy of the match distribution over the given links in both directions, a softmax of
+    negative squared distances at the inverse temperature that suits the share best, so that flattening or sharpening
+    gains nothing. Of the shares whose loss is less than a standard error (of the paired difference) worse than the best
+    one's, the smallest is taken: the start is left only for something.
 
     Args:
-        frozen: (R, D) embeddings z of both ends of R links.
-        decoded: (R, D) their decodings μ, each from its own modality alone.
+        start: (R, D) one end of the way, by modality, for both items of R links.
+        end: (R, D) the other end, made of each item alone.
         links: (R, 2) rows; links that share an image or a text count as matches of each other.
 
     Returns:
         w in [0, 1].
     """
-    links_t = torch.as_tensor(links)
-    matches = (links_t[:, None] == links_t).any(2).to(frozen["image"].device)
+    rows = torch.as_tensor(links)
+    matches = (rows[:, None] == rows).any(2).to(start["image"].device)
     losses = []
     for share in SHARES:
-        image, text = (
-            torch.nn.functional.normalize(torch.lerp(frozen[name], decoded[name], share), dim=1) for name in MODALITIES
-        )
-        each = [_losses(scale * (image @ text.T).double(), matches) for scale in SCALES]
+        image, text = (torch.lerp(start[name], end[name], share).double() for name in MODALITIES)
+        square = torch.cdist(image, text).square()
+        square = square / square.mean().clamp_min(1e-300)
+        each = [_losses(-scale * square, matches) for scale in SCALES]
         losses.append(min(each, key=lambda loss: float(loss.mean())))
     values = torch.stack(losses)
     excess = values - values[values.mean(1).argmin()]

@@ -23,6 +23,9 @@ class Decoders(torch.nn.Module):
         text: GP from latents to text embeddings.
         anchors: (A, L) latents of training links, spread over all of them.
         share: How far a predictive mean around the frozen embedding goes towards the decoding.
+        cross_shares: (2, 2) the same for predictions of the other modality from an image and from a text: how far by
+            the difference of the two decodings, and from there how far to the other's decoding.
+        cross_noise: (2,) noise variance of those predictions around the frozen embedding.
         searches: Latent inference made ready, by modality and device; nothing that is learned.
 
     Args:
@@ -39,10 +42,14 @@ class Decoders(torch.nn.Module):
         self.text = SparseGP(n_inducing, latent_dim, dim, "text", **kinds)
         self.register_buffer("anchors", torch.zeros(n_anchors, latent_dim))
         self.register_buffer("share", torch.zeros(()))
+        self.register_buffer("cross_shares", torch.zeros(2, 2))
+        self.register_buffer("cross_noise", torch.ones(2))
         self.searches: dict[Any, LatentInference] = {}
 
     anchors: torch.Tensor
     share: torch.Tensor
+    cross_shares: torch.Tensor
+    cross_noise: torch.Tensor
 
     @property
     def gps(self) -> dict[str, SparseGP]:

@@ -11,7 +11,7 @@ from grove_adapters.adapters.grove.data import LinkedRows
 from grove_adapters.adapters.grove.initialise import inducing_inputs, start
 from grove_adapters.datasets.synthetic import make_pairs
 from grove_adapters.embeddings import Embeddings, Pairs
-from grove_adapters.errors import ConfigError, InputError
+from grove_adapters.errors import ConfigError, InputError, NotFittedError
 
 SMALL = {"latent_dim": 4, "n_inducing": 30, "epochs": 12, "batch_size": 64}
 
@@ -116,6 +116,41 @@ def test_decoding_share_is_what_helps_held_out_links_to_match():
     assert decoding_share(noisy, clean, links) > 0.1
     assert decoding_share(noisy, useless, links) == 0
     assert decoding_share({name: z[:1] for name, z in noisy.items()}, clean, links[:1]) == 0
+
+
+def test_cross_prediction_is_a_gaussian_where_held_out_partners_are():
+    world = make_pairs(500, dim=32, views=0, noise=0.2, seed=2)
+    train, test = world.pairs.split(0.6, seed=0)
+    for mean, narrowest in (("constant", 0.2), ("backbone", 0.3)):
+        adapter = GroVE(**{**SMALL, "epochs": 25, "n_inducing": 60}, mean=mean).fit(train)
+        for given, partner, column in ((test.images, test.texts, 0), (test.texts, test.images, 1)):
+            cross = adapter.predict_cross(given.take(test.links[:, column]))
+            truth = torch.as_tensor(partner.values[test.links[:, 1 - column]])
+            error = (cross.mean - truth).square()
+            assert float(error.sum(1).mean()) < 0.6 * float(truth.var(0).sum())
+            assert narrowest < float((error / cross.variance).mean()) < 2
+            assert (cross.modality, cross.ids[0]) == (given.modality, given.ids[test.links[0, column]])
+
+
+def test_cross_predictions_are_queries_of_the_other_modality():
+    from grove_adapters.tasks import retrieve
+
+    world = make_pairs(500, dim=32, views=0, noise=0.3, seed=2)
+    train, test = world.pairs.split(0.6, seed=0)
+    adapter = GroVE(**{**SMALL, "latent_dim": 8, "n_inducing": 60}).fit(train)
+    texts = create_adapter("deterministic").fit(train).predict(test.texts)
+    result = retrieve(adapter.predict_cross(test.images), texts, links=test.links, similarity="expected_likelihood")
+    assert result.correct.mean() > 10 / len(test.images)
+    assert 0 <= result.confidence.min() <= result.confidence.max() <= 1
+
+
+def test_cross_prediction_checks_what_predict_checks(world, fitted):
+    with pytest.raises(NotFittedError, match="fit"):
+        GroVE().predict_cross(world.pairs.images)
+    with pytest.raises(InputError, match="fitted on 32-d"):
+        fitted.predict_cross(Embeddings(np.ones((2, 5), dtype=np.float32), modality="image"))
+    whole = fitted.predict_cross(world.pairs.images)
+    assert torch.equal(fitted.predict_cross(world.pairs.images, batch_size=33).mean, whole.mean)
 
 
 @pytest.mark.parametrize(
