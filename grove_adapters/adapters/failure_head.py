@@ -62,8 +62,9 @@ class FailureHead(Adapter):
     under a softmax of the similarities, and how similar and how spread they are. It learns the answer to "is the top
     match wrong?" by binary cross-entropy in which failures and successes weigh the same.
 
-    At prediction an item's true match is not in the reference. So it isn't in training: images are cut into folds,
-    matches are judged in galleries inside a fold, and what the head sees comes from a reference of the other folds.
+    At prediction an item's true match is not in the reference. So it isn't in training: images are cut into folds that
+    share no text and no class, matches are judged in galleries inside a fold, and what the head sees comes from a
+    reference of the other folds.
 
     The uncertainty is the predicted probability p. It stands for galleries like those of the fit; a larger gallery
     raises the failure rate, not the order. The mean is the frozen embedding; the variance is isotropic and sums to p
@@ -95,12 +96,13 @@ class FailureHead(Adapter):
     def _fit(self, pairs: Pairs, validation: Pairs | None, run: FitRun) -> torch.nn.Module:
         pairs, validation = hold_out(pairs, validation, self.config.validation_share, run)
         linked = pairs.take_images(np.unique(pairs.links[:, 0]))
-        if len(linked.images) < 2:
+        groups = _groups(linked)
+        if groups.max() == 0:
             raise InputError(
-                f"{self.name} expected at least 2 linked images to compare matches, got {len(linked.images)}; fit on "
-                "more"
+                f"{self.name} expected images in at least 2 groups that share no text and no class, got one; fit on "
+                "more of them"
             )
-        training = self._judged_by_folds(linked, run.seed)
+        training = self._judged_by_folds(linked, groups, run.seed)
         module = self._started(linked, training, run)
         self._describe(training, run)
 
@@ -127,10 +129,12 @@ class FailureHead(Adapter):
         minimise(objective, module, len(training), self.config, run, validate=validate)
         return module
 
-    def _judged_by_folds(self, pairs: Pairs, seed: int) -> Judged:
+    def _judged_by_folds(self, pairs: Pairs, groups: np.ndarray, seed: int) -> Judged:
         """Every item, judged inside its fold, with a reference from the other folds."""
-        order = np.random.default_rng(seeding.derive(seed, "folds")).permutation(len(pairs.images))
-        folds = np.array_split(order, min(self.config.folds, len(order)))
+        random = np.random.default_rng(seeding.derive(seed, "folds"))
+        order = random.permutation(len(groups))
+        parts = np.array_split(random.permutation(groups.max() + 1), min(self.config.folds, groups.max() + 1))
+        folds = [order[np.isin(groups[order], part)] for part in parts]
         others = (pairs.take_images(np.setdiff1d(order, fold)) for fold in folds)
         references = [self._reference(part, seeding.derive(seed, "fold", n)) for n, part in enumerate(others)]
         return Judged(pairs, references, folds, self.config.gallery_size)
@@ -285,7 +289,7 @@ class Judged:
     Args:
         pairs: Where the items are.
         references: What the head may see of the items of each fold: unit vectors of both modalities.
-        folds: Image rows of each fold, shuffled.
+        folds: Image rows of each fold, in random order.
         gallery_size: Images of a gallery at most; those of a fold are cut into galleries of equal size.
 
     Attributes:
@@ -349,6 +353,21 @@ def failures(gallery: Pairs, modality: Modality) -> np.ndarray:
         of_text[gallery.links[:, 1]] = gallery.classes[gallery.links[:, 0]]
         right = right | (gallery.classes[images] == of_text[texts])
     return ~right
+
+
+def _groups(pairs: Pairs) -> np.ndarray:
+    """(N,) numbers from 0, equal for images that share a true match or a class, also through others."""
+    from scipy.sparse import block_array, csr_array
+    from scipy.sparse.csgraph import connected_components
+
+    n = len(pairs.images)
+    edges = [csr_array(pairs.truth())]
+    if pairs.classes is not None:
+        _, code = np.unique(pairs.classes, return_inverse=True)
+        edges.append(csr_array((np.ones(n, dtype=bool), (np.arange(n), code))))
+    blocks: list[list[Any]] = [[None, *edges], *([x.T, *[None] * len(edges)] for x in edges)]
+    _, label = connected_components(block_array(blocks), directed=False)
+    return np.unique(label[:n], return_inverse=True)[1]
 
 
 def _sampled(embeddings: Embeddings, size: int, random: np.random.Generator) -> torch.Tensor:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from grove_adapters.adapters.failure_head import FailureHead, Head, Judged, failures
+from grove_adapters.adapters.failure_head import FailureHead, Head, Judged, _groups, failures
 from grove_adapters.datasets import synthetic
 from grove_adapters.embeddings import Embeddings, Pairs
 from grove_adapters.errors import ConfigError, InputError
@@ -39,7 +39,7 @@ def test_positives_and_classes_are_no_failures():
 
 def test_every_item_is_judged_inside_its_fold_and_shown_a_reference_of_the_others():
     adapter = FailureHead(**QUICK)
-    judged = adapter._judged_by_folds(PAIRS, 0)
+    judged = adapter._judged_by_folds(PAIRS, np.arange(60), 0)
     assert len(judged) == 120
     seen = {modality: [] for modality in ("image", "text")}
     for modality, values, wrong, reference in judged.batches(torch.arange(120)):
@@ -56,6 +56,14 @@ def test_every_item_is_judged_inside_its_fold_and_shown_a_reference_of_the_other
         assert np.array_equal(wrong.numpy()[order], expected)
         seen[modality] += items
     assert all(sorted(items) == list(range(60)) for items in seen.values())
+
+
+def test_images_that_share_a_text_or_a_class_are_one_group():
+    eye = np.eye(5, dtype=np.float32)
+    links = [[0, 0], [1, 1], [2, 1], [3, 3], [4, 4]]
+    assert _groups(pairs_of(eye, eye, links)).tolist() == [0, 1, 1, 2, 3]
+    more = {"positives": np.array([[0, 4]]), "classes": np.array(list("abcbd"))}
+    assert _groups(pairs_of(eye, eye, links, **more)).tolist() == [0, 1, 1, 1, 0]
 
 
 def test_galleries_are_no_larger_than_asked():
@@ -120,7 +128,7 @@ def test_nothing_to_learn_is_said():
 
 
 def test_one_pair_is_refused():
-    with pytest.raises(InputError, match="at least 2 linked images"):
+    with pytest.raises(InputError, match="at least 2 groups"):
         FailureHead(**QUICK).fit(pairs_of(np.ones((1, 3)), np.ones((1, 3))))
 
 
