@@ -94,7 +94,7 @@ class DensityRatio(Adapter):
         for modality in MODALITIES:
             own, other = module.get_buffer(modality), module.get_buffer(_other(modality))
             probes = own[torch.randperm(len(own), generator=chosen)[:PROBES].to(own.device)]
-            entropy = torch.cat([entropies(x) for x in _logits(probes, other, module.get_buffer("scale"))])
+            entropy = torch.cat([entropies(x) for _, x in _logits(probes, other, module.get_buffer("scale"))])
             share, ceiling = float((entropy < SATURATED).float().mean()), math.log(len(other))
             run.report.facts[modality] = {
                 "mean_divergence": ceiling - float(entropy.mean()),
@@ -119,20 +119,23 @@ class DensityRatio(Adapter):
         return module
 
     def _predict(self, batch: Batch) -> dict[str, torch.Tensor]:
-        scale = self.module_.get_buffer("scale")
+        scale, own = self.module_.get_buffer("scale"), self.module_.get_buffer(batch.modality)
         other = self.module_.get_buffer(_other(batch.modality))
-        centre = self.module_.get_buffer(batch.modality).mean(0)
-        unit = torch.nn.functional.normalize(batch.values, dim=1)
+        unit, centre = torch.nn.functional.normalize(batch.values, dim=1), own.mean(0)
+        at_centre = scale * (other @ centre)
+        variances, uncertainties = [], []
+        for part, logits in _logits(unit, other, scale):
+            variances.append(_conditional_variance(logits, other))
+            uncertainties.append(self._uncertainty(logits, logits - at_centre, scale * (part - centre)))
+        return {"mean": batch.values, "variance": torch.cat(variances), "uncertainty": torch.cat(uncertainties)}
+
+    def _uncertainty(self, logits: torch.Tensor, moved_logits: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
         measure = self.config.measure
         if measure == "centred":
-            uncertainty = -scale.square() * (unit - centre).square().sum(1)
-        elif measure == "whitened":  # vᵀGv is the variance of ⟨v, t⟩ over the corpus
-            uncertainty = torch.cat([-x.var(1, correction=0) for x in _logits(unit - centre, other, scale)])
-        else:
-            value = entropies if measure == "kl" else lambda logits: -reverse_divergences(logits)
-            uncertainty = torch.cat([value(x) for x in _logits(unit, other, scale)])
-        variance = torch.cat([_conditional_variance(x, other) for x in _logits(unit, other, scale)])
-        return {"mean": batch.values, "variance": variance, "uncertainty": uncertainty}
+            return -moved.square().sum(1)
+        if measure == "whitened":  # vᵀGv is the variance of ⟨v, t⟩ over the corpus
+            return -moved_logits.var(1, correction=0)
+        return entropies(logits) if measure == "kl" else -reverse_divergences(logits)
 
 
 def entropies(logits: torch.Tensor) -> torch.Tensor:
@@ -168,9 +171,12 @@ def _conditional_variance(logits: torch.Tensor, reference: torch.Tensor) -> torc
     return variance.clamp_min(SMALLEST_VARIANCE / reference.shape[1])
 
 
-def _logits(unit: torch.Tensor, reference: torch.Tensor, scale: torch.Tensor) -> Iterator[torch.Tensor]:
+def _logits(
+    unit: torch.Tensor, reference: torch.Tensor, scale: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Some rows of unit vectors after others, with their logits against the reference."""
     for part in unit.split(max(1, BLOCK // len(reference))):
-        yield scale * (part @ reference.T)
+        yield part, scale * (part @ reference.T)
 
 
 def _sampled(embeddings: Embeddings, size: int, random: np.random.Generator) -> torch.Tensor:
