@@ -1,6 +1,7 @@
 """Write an adapter of your own: three short methods and a decorator; the contract is checked for you.
 
 python examples/06_write_your_own_adapter.py     (with --smoke: only the first few of the checks)
+
 A package of its own declares the class instead of decorating it, and `list_adapters()` finds it once installed:
 
     [project.entry-points."grove_adapters.adapters"]
@@ -13,9 +14,8 @@ import argparse
 
 import torch
 
-import grove_adapters as ga
 from grove_adapters import testing
-from grove_adapters.adapters import ADAPTERS, Adapter
+from grove_adapters.adapters import ADAPTERS, Adapter, create_adapter
 from grove_adapters.datasets.synthetic import make_pairs
 from grove_adapters.embeddings import MODALITIES
 
@@ -52,7 +52,7 @@ def main() -> None:
         check()  # raises AssertionError where the contract is broken
         print(f"{check}: kept")
     pairs = make_pairs(300, dim=16).pairs
-    print(ga.create_adapter("centre").fit(pairs).predict(pairs.images).uncertainty[:5])
+    print(create_adapter("centre").fit(pairs).predict(pairs.images).uncertainty[:5])
 
 
 if __name__ == "__main__":

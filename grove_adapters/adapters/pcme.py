@@ -81,7 +81,7 @@ class PCME(Adapter):
     @classmethod
     def small_settings(cls) -> dict[str, Any]:
         """Settings for data of a few hundred pairs."""
-        return {"hidden": 64, "epochs": 20, "batch_size": 64, "samples": 4}
+        return {"hidden": 64, "epochs": 20, "batch_size": 64, "learning_rate": 1e-3, "samples": 4}
 
     def _fit(self, pairs: Pairs, validation: Pairs | None, run: FitRun) -> torch.nn.Module:
         logit = MatchingLogit(self.config.scale, self.config.shift)

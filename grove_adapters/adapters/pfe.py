@@ -50,7 +50,7 @@ class PFE(Adapter):
     @classmethod
     def small_settings(cls) -> dict[str, Any]:
         """Settings for data of a few hundred pairs."""
-        return {"hidden": 64, "epochs": 30, "batch_size": 64}
+        return {"hidden": 64, "epochs": 30, "batch_size": 64, "learning_rate": 1e-3}
 
     def _fit(self, pairs: Pairs, validation: Pairs | None, run: FitRun) -> torch.nn.Module:
         return variance_heads.fit(pairs, validation, run, self.config, self._loss)

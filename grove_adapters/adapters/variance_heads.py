@@ -43,7 +43,8 @@ class VarianceHeadsConfig(LoopConfig):
         scale_rate: Learning rate of the scale and shift of matching logits, where the objective has them; 0 keeps
             them where they start. To a matching objective the variance of an item is a bias of all its logits. Under
             a steep logistic, which is where learned scales end, that bias says how crowded the neighbourhood of an
-            item is; under a flat one, how close the item is to the centre, where vague items are.
+            item is, and ranks known noise and wrong matches backwards; under a flat one, how close the item is to the
+            centre, where vague items are.
         learning_rate: Of AdamW for the heads. The 1e-8 that GroVE prints for these baselines trains nothing.
     """
 
@@ -53,7 +54,7 @@ class VarianceHeadsConfig(LoopConfig):
     hidden: int = 256
     layers: int = 2
     scale_rate: float = 0.0
-    learning_rate: float = 1e-3
+    learning_rate: float = 1e-4
 
     def check(self) -> None:
         """Refuse settings out of range."""

@@ -10,7 +10,7 @@ from grove_adapters.errors import ConfigError, InputError, InputTypeError, Unkno
 
 PAIRS = make_pairs(60, dim=8).pairs
 FEW = PAIRS.images.take(range(10))
-SMALL = {"hidden": 8, "epochs": 2, "batch_size": 32}
+SMALL = {"learning_rate": 1e-3, "hidden": 8, "epochs": 2, "batch_size": 32}
 
 
 def member(name="pfe", **settings):

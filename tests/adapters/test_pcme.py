@@ -7,7 +7,7 @@ from grove_adapters.datasets.synthetic import make_pairs
 from grove_adapters.errors import ConfigError
 
 PAIRS = make_pairs(64, dim=8).pairs
-SMALL = {"hidden": 16, "epochs": 2, "batch_size": 32, "samples": 3}
+SMALL = {"learning_rate": 1e-3, "hidden": 16, "epochs": 2, "batch_size": 32, "samples": 3}
 
 
 def moments(rows=4, level=-30.0):

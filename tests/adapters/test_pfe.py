@@ -9,7 +9,7 @@ from grove_adapters.adapters.pfe import PFE
 from grove_adapters.datasets.synthetic import make_pairs
 
 WORLD = make_pairs(200, dim=8)
-SMALL = {"hidden": 16, "epochs": 3, "batch_size": 64}
+SMALL = {"learning_rate": 1e-3, "hidden": 16, "epochs": 3, "batch_size": 64}
 
 
 def test_means_stay_frozen():
@@ -19,7 +19,7 @@ def test_means_stay_frozen():
 
 def test_fitted_variances_explain_the_distance_of_links():
     """At the optimum of a Gaussian likelihood the expected square over its variance is 1."""
-    adapter = PFE(hidden=32, epochs=60, batch_size=64, validation_share=0.0).fit(WORLD.pairs)
+    adapter = PFE(learning_rate=1e-3, hidden=32, epochs=60, batch_size=64, validation_share=0.0).fit(WORLD.pairs)
     image, text = adapter.predict(WORLD.pairs.images), adapter.predict(WORLD.pairs.texts)
     ratio = (image.mean - text.mean).square() / (image.variance + text.variance)
     assert float(ratio.mean()) == pytest.approx(1, abs=0.15)

@@ -10,7 +10,7 @@ from grove_adapters.embeddings import Embeddings
 from grove_adapters.errors import ConfigError
 
 PAIRS = make_pairs(120, dim=8).pairs
-SMALL = {"hidden": 16, "epochs": 3, "batch_size": 32}
+SMALL = {"learning_rate": 1e-3, "hidden": 16, "epochs": 3, "batch_size": 32}
 
 
 def with_views(pairs, change):

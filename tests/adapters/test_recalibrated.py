@@ -13,7 +13,7 @@ from grove_adapters.errors import ConfigError, InputError
 
 WORLD = make_pairs(600, dim=16)
 PAIRS = WORLD.pairs
-SMALL = {"hidden": 16, "epochs": 5, "batch_size": 64}
+SMALL = {"learning_rate": 1e-3, "hidden": 16, "epochs": 5, "batch_size": 64}
 
 
 def inner(name="pfe", **settings):

@@ -12,7 +12,7 @@ from grove_adapters.errors import ConfigError
 
 NAMES = ["pcme", "pcmepp", "pfe", "prolip"]
 MATCHING = ["pcme", "pcmepp", "prolip"]
-SMALL = {"hidden": 16, "epochs": 3, "batch_size": 32}
+SMALL = {"learning_rate": 1e-3, "hidden": 16, "epochs": 3, "batch_size": 32}
 PAIRS = make_pairs(80, dim=8).pairs
 WORLD = make_pairs(200, dim=16).pairs
 CPU = torch.device("cpu")
