@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for a network
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests are small: a second thread only spins where the machine is busy
 
 
 @pytest.fixture(scope="session")
