@@ -54,7 +54,9 @@ class DensityRatio(Adapter):
     log n to all digits; for the others it is the negated measure.
 
     The mean is the frozen embedding. The variance is that of the other modality's embedding given the item, Var_q(t) in
-    every dimension, whatever the measure.
+    every dimension, whatever the measure. It says what an item could go with, not how far its embedding is off, so
+    searches are best ranked by the backbone: on COCO pairs and OpenAI's ViT-B/16, ranking by the expected distance of
+    these distributions takes R@1 from .75 to .40.
 
     Source: "CLIP-like Model as a Foundational Density Ratio Estimator" (Uchiyama et al.), Eqs. 8–15 and the definitions
     of D_W and D_C. Deliberate differences: D_KL is log n − H(q), where the printed Eq. 10 has the logits inside its
