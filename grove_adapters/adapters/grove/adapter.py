@@ -37,11 +37,13 @@ class GroVE(Adapter):
     """Multi-modal sparse GPLVM: one latent point a link, one sparse GP a modality from latents to embeddings.
 
     A new embedding z gets the latent x* that explains it best, and the posterior is the modality's GP there, with the
-    Laplace posterior of x propagated: mean μ(x*), aleatoric variance σ² (the likelihood's noise) and epistemic
-    variance v(x*) + tr(C JᵀJ) / D, one number for all D dimensions (see `SparseGP`).
+    Laplace posterior of x propagated: aleatoric variance σ² (the likelihood's noise) and epistemic variance
+    v(x*) + tr(C JᵀJ) / D, one number for all D dimensions where q(u) is shared (see `SparseGP`). The mean is the
+    decoding μ(x*), or stays at the frozen embedding as far as that serves retrieval (`GroVEConfig.mean`).
+    `predict_cross` reads the other modality off the same latent.
 
-    Source: GroVE (Probabilistic Embeddings for Frozen Vision-Language Models), section 3;
-    deliberate differences are named in `GroVEConfig`, `NaturalGradient` and `LatentInference`.
+    Source: GroVE (Probabilistic Embeddings for Frozen Vision-Language Models), section 3; deliberate differences are
+    named in `GroVEConfig`, `NaturalGradient` and `LatentInference`.
     """
 
     name = "grove"

@@ -121,6 +121,30 @@ def test_propagated_variance_equals_monte_carlo_of_a_narrow_posterior(decoders):
         assert float(propagated[row]) == pytest.approx(float(sampled), rel=0.1)
 
 
+def test_the_laplace_approximation_agrees_with_metropolis_sampling(decoders):
+    gps, find = {"image": decoders.image}, LatentInference({"image": decoders.image}, decoders.anchors)
+    values = {"image": decoded(decoders.image, random(1, L, seed=21))[0] + 0.02 * random(1, D, seed=22)}
+    found = find(values)
+    root = 1.5 * torch.linalg.cholesky(found.covariance[0])
+    chains, generator = 400, seeding.generator(23)
+    x = found.mode.expand(chains, L)
+    everyone = {"image": values["image"].expand(chains, D)}
+    level, kept = log_posterior(gps, x, everyone), []
+    for step in range(300):
+        trial = x + torch.randn(chains, L, generator=generator, dtype=torch.float64) @ root.T
+        reached = log_posterior(gps, trial, everyone)
+        taken = torch.rand(chains, generator=generator).log() < reached - level
+        x, level = torch.where(taken[:, None], trial, x), torch.where(taken, reached, level)
+        if step >= 50:
+            kept.append(x)
+    draws = torch.cat(kept)
+    std = found.covariance[0].diagonal().sqrt()
+    assert bool(((draws.mean(0) - found.mode[0]).abs() < 0.25 * std).all())
+    torch.testing.assert_close(draws.std(0), std, rtol=0.15, atol=0)
+    sampled = decoded(decoders.image, draws)[0].var(0).mean()
+    assert float(find.propagated("image", found)[0]) == pytest.approx(float(sampled), rel=0.3)
+
+
 def test_both_modalities_together_are_surer_than_either(decoders):
     x = random(20, L, seed=18)
     values = {modality: decoded(gp, x)[0] for modality, gp in decoders.gps.items()}
