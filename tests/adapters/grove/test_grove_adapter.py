@@ -9,6 +9,7 @@ from grove_adapters.adapters.grove import GroVE, GroVEConfig
 from grove_adapters.adapters.grove.backbone import decoding_share
 from grove_adapters.adapters.grove.data import LinkedRows
 from grove_adapters.adapters.grove.initialise import inducing_inputs, start
+from grove_adapters.adapters.grove.model import Objective
 from grove_adapters.datasets.synthetic import make_pairs
 from grove_adapters.embeddings import Embeddings, Pairs
 from grove_adapters.errors import ConfigError, InputError, NotFittedError
@@ -299,3 +300,25 @@ def test_the_published_settings_do_not_move_the_latents(world):
 def test_settings_out_of_range_are_refused(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         GroVEConfig(**settings)
+
+
+@pytest.mark.parametrize("training", ["minibatch", "collapsed"])
+def test_a_fit_that_was_interrupted_goes_on_to_the_same_numbers(world, tmp_path, monkeypatch, training):
+    settings = {**SMALL, "epochs": 4, "training": training}
+    undisturbed = GroVE(**settings).fit(world.pairs)
+    held_out, calls = Objective.held_out, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return held_out(*arguments)
+
+    monkeypatch.setattr(Objective, "held_out", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        GroVE(**settings).fit(world.pairs, checkpoint=tmp_path / "state")
+    monkeypatch.setattr(Objective, "held_out", held_out)
+    resumed = GroVE(**settings).fit(world.pairs, checkpoint=tmp_path / "state")
+    assert resumed.fit_report_.epochs == 4
+    for name, value in undisturbed.module_.state_dict().items():
+        assert torch.equal(value, resumed.module_.state_dict()[name]), name
