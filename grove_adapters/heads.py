@@ -50,10 +50,11 @@ class VarianceHead(torch.nn.Module):
 
     @torch.no_grad()
     def start_at(self, log_variance: float) -> None:
-        """Set the bias of the last layer so that variances start near the given one."""
+        """Set the last layer so that all variances start near the given one, and differ by what is learned."""
         inside = min(max(log_variance, LOWEST + 1), HIGHEST - 1)
         last = self.mlp[-1]
         assert isinstance(last, torch.nn.Linear)
+        last.weight.mul_(0.01)
         last.bias.fill_(inside)
 
 

@@ -90,13 +90,13 @@ class Ensemble(Adapter):
         module = torch.nn.Module()
         module.register_module("members", torch.nn.ModuleList(members))
         for modality in MODALITIES:
-            module.register_buffer(modality, torch.zeros(len(members), 2))
+            module.register_buffer(modality, torch.zeros(len(members), 2, dtype=torch.float64))
         return module
 
     @torch.no_grad()
     def _units(self, module: torch.nn.Module, embeddings: Embeddings, seed: int) -> torch.Tensor:
         batch = whole_batch(embeddings, seed, views=self.needs_views, at_most=SAMPLE)
-        values = torch.stack([posterior.uncertainty.float() for posterior, _ in self._posteriors(module, batch)])
+        values = torch.stack([posterior.uncertainty.double() for posterior, _ in self._posteriors(module, batch)])
         return torch.stack([values.mean(1), values.std(1, correction=0).clamp_min(1e-12)], 1)
 
     def _posteriors(self, module: torch.nn.Module, batch: Batch) -> list[tuple[ProbabilisticEmbedding, bool]]:
@@ -129,7 +129,7 @@ class Ensemble(Adapter):
         }
         if any(own):
             centre, spread = self.module_.get_buffer(batch.modality)[:, :, None].unbind(1)
-            values = torch.stack([posterior.uncertainty.float() for posterior in posteriors])
+            values = torch.stack([posterior.uncertainty.double() for posterior in posteriors])
             fields["uncertainty"] = ((values - centre) / spread).mean(0)
         return fields
 

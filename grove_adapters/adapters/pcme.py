@@ -28,7 +28,7 @@ class PCMEConfig(VarianceHeadsConfig):
 
     Attributes:
         samples: K draws from each distribution.
-        scale: Where a of the logits b − a · distance starts.
+        scale: Where a of the logits b − a · distance starts, see `scale_rate`.
         shift: Where b starts.
         bottleneck_weight: β of the information bottleneck.
         logistic: See `objectives.soft_contrastive`.
@@ -51,12 +51,13 @@ class PCMEConfig(VarianceHeadsConfig):
     }
 
     samples: int = 8
-    scale: float = 5.0
-    shift: float = 5.0
+    scale: float = 10.0
+    shift: float = 12.0
     bottleneck_weight: float = 1e-4
     logistic: Literal["sigmoid", "as_published"] = "sigmoid"
     reduction: Literal["mean", "sum"] = "mean"
     bottleneck_form: Literal["exact", "as_coded"] = "exact"
+    learning_rate: float = 3e-4
 
     def check(self) -> None:
         """Refuse settings out of range."""

@@ -41,14 +41,15 @@ def test_equal_members_differ_by_their_seeds_only():
 
 
 def test_uncertainties_of_their_own_are_averaged_in_deviations():
-    ensemble = Ensemble([member("pfe"), member("deterministic")]).fit(PAIRS)
+    pfe = create_adapter("pfe", **{**SMALL, "epochs": 20, "learning_rate": 0.01})
+    ensemble = Ensemble([pfe, member("deterministic")]).fit(PAIRS)
     posterior = ensemble.predict(PAIRS.texts)
     alone = member("deterministic").fit(PAIRS, seed=ensemble.fit_report_.facts["parts"]["member-1"]["seed"])
     distance = alone.predict(PAIRS.texts).uncertainty
     distance = (distance - distance.mean()) / distance.std(correction=0)
     variance = 2 * posterior.uncertainty - distance
-    assert float(posterior.uncertainty.mean()) == pytest.approx(0, abs=1e-5)
-    assert float(variance.std(correction=0)) == pytest.approx(1, abs=1e-4)
+    assert float(posterior.uncertainty.mean()) == pytest.approx(0, abs=1e-4)
+    assert float(variance.std(correction=0)) == pytest.approx(1, abs=1e-3)
 
 
 def test_members_may_need_views():
