@@ -26,8 +26,8 @@ def as_ids(ids: Any, n: int, *, what: str, unique: bool = True) -> np.ndarray:
         distinct, counts = np.unique(array, return_counts=True)
         if len(distinct) != n:
             raise InputError(
-                f"{what}: expected unique ids, got {str(distinct[counts.argmax()])!r} {counts.max()} times; rows are joined "
-                "by id, so give each its own"
+                f"{what}: expected unique ids, got {str(distinct[counts.argmax()])!r} {counts.max()} times; rows are "
+                "joined by id, so give each its own"
             )
     return array
 

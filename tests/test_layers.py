@@ -37,7 +37,10 @@ LAYERS: dict[str, set[str]] = {
         "embeddings", "posterior", "extract", "store", "datasets", "similarity", "adapters", "tasks", "calibration",
         "plots", "html",
     },
-    "cli": {"pipeline", "extract", "store", "datasets", "adapters", "tasks", "calibration", "similarity", "html", "embeddings", "posterior"},
+    "cli": {
+        "pipeline", "extract", "store", "datasets", "adapters", "tasks", "calibration", "similarity", "html",
+        "embeddings", "posterior",
+    },
 }  # fmt: skip
 
 FOUNDATION_LAYERS: dict[str, set[str]] = {
