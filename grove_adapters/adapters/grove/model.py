@@ -136,7 +136,7 @@ class Objective:
         return float(self._terms(x, batch, self._marginals(x)[1])["loss"])
 
     def _marginals(self, x: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, Marginal]]:
-        features = {modality: gp.features(x, gp.factor()) for modality, gp in self._decoders.gps.items()}
+        features = {modality: gp.differentiable_features(x) for modality, gp in self._decoders.gps.items()}
         return features, {modality: gp.marginal(features[modality]) for modality, gp in self._decoders.gps.items()}
 
     def _terms(

@@ -174,3 +174,20 @@ def test_jitter_escalates_only_as_far_as_needed():
     factor, jitter = cholesky(nearly, what="matrix")
     assert jitter == 1e-4
     assert bool(torch.isfinite(factor).all())
+
+
+def test_closed_form_gradient_of_features_is_that_of_autograd():
+    torch.manual_seed(0)
+    gp = SparseGP(20, 3, 5)
+    with torch.no_grad():
+        gp.inducing.normal_()
+    x = torch.randn(7, 3, requires_grad=True)
+    weights = torch.randn(7, 20, dtype=torch.float64)
+    learned = (x, gp.inducing, *gp.kernel.parameters())
+
+    def gradients(features):
+        return torch.autograd.grad((features * weights).sum(), learned)
+
+    expected = gradients(gp.features(x, gp.factor()))
+    for one, other in zip(gradients(gp.differentiable_features(x)), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6 * float(other.abs().max()))
