@@ -33,7 +33,6 @@ from grove_adapters.errors import (
 from grove_adapters.posterior import GaussianEmbedding, ProbabilisticEmbedding
 
 SCHEMA = 1
-FILES = ("adapter.json", "weights.safetensors", "fit_report.json")
 
 
 @dataclass(kw_only=True)

@@ -69,7 +69,7 @@ class TorchExtractor(abc.ABC):
         model: The encoder; it is moved to `device` and switched to evaluation.
         preprocess: RGB picture to (C, H, W) tensor, without randomness.
         tokenize: Captions to `Tokens`.
-        source: The model's description, without precision and normalisation, which are added here.
+        source: The model's description; precision, normalisation and the model's logit scale and bias are added here.
         device: Where the encoder runs.
         precision: ``"fp32"``, or autocast to ``"amp_bf16"`` or ``"amp_fp16"``.
         normalise: Whether to L2-normalise the embeddings.
@@ -96,6 +96,7 @@ class TorchExtractor(abc.ABC):
         self.tokenize = tokenize
         self.precision = precision
         pictures = describe_preprocess(preprocess)
+        scale, bias = getattr(model, "logit_scale", None), getattr(model, "logit_bias", None)
         self.source = Source(
             model=source.model,
             pretrained=source.pretrained,
@@ -103,8 +104,8 @@ class TorchExtractor(abc.ABC):
             preprocess=f"{pictures}; {source.preprocess}",
             precision=precision,
             normalised=normalise,
-            logit_scale=source.logit_scale,
-            logit_bias=source.logit_bias,
+            logit_scale=None if scale is None else float(scale.detach().exp()),
+            logit_bias=None if bias is None else float(bias.detach()),
         )
 
     @functools.cached_property

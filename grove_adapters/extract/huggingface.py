@@ -83,7 +83,6 @@ class HFExtractor(TorchExtractor):
         if not 2 < _checks.count(length, what="context_length") <= limit:
             raise InputError(f"context_length of {name} expected from 3 to {limit} tokens, got {length}")
         tokenize = HFTokenize(tokenizer, length)
-        scale, bias = getattr(model, "logit_scale", None), getattr(model, "logit_bias", None)
         super().__init__(
             model,
             HFPreprocess(image_processor),
@@ -93,8 +92,6 @@ class HFExtractor(TorchExtractor):
                 pretrained=weights,
                 library="transformers",
                 preprocess=tokenize.description,
-                logit_scale=None if scale is None else float(scale.detach().exp()),
-                logit_bias=None if bias is None else float(bias.detach()),
             ),
             device=device,
             precision=precision,

@@ -67,7 +67,6 @@ class OpenCLIPExtractor(TorchExtractor):
         else:
             weights = f"ready@{digest_weights(model)}"
         tokenize = OpenCLIPTokenize(tokenizer)
-        scale, bias = getattr(model, "logit_scale", None), getattr(model, "logit_bias", None)
         super().__init__(
             model,
             preprocess,
@@ -77,8 +76,6 @@ class OpenCLIPExtractor(TorchExtractor):
                 pretrained=weights,
                 library="open_clip",
                 preprocess=tokenize.description,
-                logit_scale=None if scale is None else float(scale.detach().exp()),
-                logit_bias=None if bias is None else float(bias.detach()),
             ),
             device=device,
             precision=precision,
