@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from grove_adapters import _checks
+from grove_adapters.errors import InputError
 from grove_adapters.similarity import SIMILARITIES, Gaussians, gaussians, paired
 
 QUERY_BLOCK = 512
@@ -25,13 +26,69 @@ class Neighbours:
     Attributes:
         rows: (Q, k) int64 gallery rows, closest first; of equally close ones the lower row comes first.
         scores: (Q, k) float64 similarities, falling along a row.
-        log_partition: (Q,) float64 log Σ_g exp(temperature · similarity) over the whole gallery, or None if no
-            temperature was given.
+        temperature: Multiplier that makes the similarities logits, or None; without it there is no distribution.
+        log_partition: (Q,) float64 log Σ_g exp(temperature · similarity) over the whole gallery, or None.
+        entropy: (Q,) float64 entropy in nats, from 0 to log G, of the softmax of the logits over the whole gallery,
+            or None.
     """
 
     rows: np.ndarray
     scores: np.ndarray
+    temperature: float | None = None
     log_partition: np.ndarray | None = None
+    entropy: np.ndarray | None = None
+
+    @property
+    def probabilities(self) -> np.ndarray | None:
+        """(Q, k) softmax of the logits over the whole gallery, at these rows; None without a temperature."""
+        if self.temperature is None:
+            return None
+        assert self.log_partition is not None
+        return np.exp(np.minimum(self.temperature * self.scores - self.log_partition[:, None], 0))
+
+
+class Softmax(NamedTuple):
+    """Q softmax distributions of which parts of the support have been seen.
+
+    Attributes:
+        peak: (Q,) largest logit m.
+        mass: (Q,) float64 Σ exp(l − m).
+        moment: (Q,) float64 Σ exp(l − m)(l − m); the entropy is log(mass) − moment / mass, without the cancellation of
+            log Z − Σ p l at large logits.
+    """
+
+    peak: torch.Tensor
+    mass: torch.Tensor
+    moment: torch.Tensor
+
+    @classmethod
+    def of(cls, logits: torch.Tensor) -> Softmax:
+        """Of (Q, G) logits."""
+        peak = logits.amax(1)
+        below = logits - peak[:, None]
+        weight = below.exp()
+        return cls(peak.double(), weight.sum(1, dtype=torch.float64), below.mul_(weight).sum(1, dtype=torch.float64))
+
+    def joined(self, other: Softmax) -> Softmax:
+        """Of both supports together."""
+        peak = torch.maximum(self.peak, other.peak)
+        masses, moments = [], []
+        for part in (self, other):
+            below = part.peak - peak
+            weight = below.exp()
+            masses.append(weight * part.mass)
+            moments.append(weight * (part.moment + below * part.mass))
+        return Softmax(peak, masses[0] + masses[1], moments[0] + moments[1])
+
+    @property
+    def log_partition(self) -> torch.Tensor:
+        """(Q,) log Σ exp(l)."""
+        return self.peak + self.mass.log()
+
+    @property
+    def entropy(self) -> torch.Tensor:
+        """(Q,) entropies ≥ 0 in nats."""
+        return (self.mass.log() - self.moment / self.mass).clamp_min(0)
 
 
 def search(
@@ -57,7 +114,8 @@ def search(
         gallery: G of the same.
         k: Neighbours of each query; at most G are returned.
         similarity: A name in `similarity.SIMILARITIES`.
-        temperature: Multiplier of the similarity in `Neighbours.log_partition`.
+        temperature: Positive multiplier that makes similarities logits; with it `Neighbours` describes their softmax
+            over the gallery, gathered tile by tile.
         query_block: Queries scored together.
         gallery_block: Gallery items scored together.
         progress: Show a bar over query blocks.
@@ -71,6 +129,8 @@ def search(
     q, g = (gaussians(side, need_variance=similarity != "cosine") for side in (queries, gallery))
     _checks.same_dim(q.dim, g.dim, what="gallery")
     k = min(_checks.count(k, what="k"), g.size)
+    if temperature is not None and not 0 < temperature < np.inf:
+        raise InputError(f"temperature expected a finite number > 0, got {temperature}; larger sharpens the softmax")
 
     starts: Any = range(0, q.size, query_block)
     if progress:
@@ -83,8 +143,11 @@ def search(
         block = q.rows(slice(start, start + query_block))
         square = largest + _largest_square(block, similarity, query_block)
         parts.append(_search_block(block, g, k, similarity, temperature, gallery_block, square))
-    rows, scores, log_partition = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return Neighbours(rows, scores, None if temperature is None else log_partition)
+    rows, scores = (np.concatenate(part) for part in zip(*((rows, scores) for rows, scores, _ in parts), strict=True))
+    if temperature is None:
+        return Neighbours(rows, scores)
+    softmax = Softmax(*(torch.cat(part).cpu() for part in zip(*(part for _, _, part in parts), strict=True)))
+    return Neighbours(rows, scores, temperature, softmax.log_partition.numpy(), softmax.entropy.numpy())
 
 
 def _search_block(
@@ -95,14 +158,15 @@ def _search_block(
     temperature: float | None,
     gallery_block: int,
     square: float,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, Softmax | None]:
     width = min(k + SLACK, g.size)
     scores = torch.empty(q.size, 0, dtype=q.mean.dtype, device=q.mean.device)
     rows = torch.empty(q.size, 0, dtype=torch.int64, device=q.mean.device)
-    log_partition = torch.full((q.size,), -torch.inf, dtype=torch.float64, device=q.mean.device)
-    for start, tile in _tiles(q, g, similarity, gallery_block):
+    softmax: Softmax | None = None
+    for start, tile in tiles(q, g, similarity, gallery_block):
         if temperature is not None:
-            log_partition = torch.logaddexp(log_partition, (tile * temperature).logsumexp(1).double())
+            part = Softmax.of(tile * temperature)
+            softmax = part if softmax is None else softmax.joined(part)
         best = tile.topk(min(width, tile.shape[1]), dim=1)
         scores, rows = torch.cat([scores, best.values], 1), torch.cat([rows, best.indices + start], 1)
         if scores.shape[1] > width:
@@ -123,7 +187,7 @@ def _search_block(
             nearest[query], nearest_scores[query] = _settle(
                 q.rows(slice(query, query + 1)), g, k, similarity, nearest_scores[query, -1] - margin, gallery_block
             )
-    return nearest, nearest_scores, log_partition.cpu().numpy()
+    return nearest, nearest_scores, softmax
 
 
 def _settle(
@@ -131,7 +195,7 @@ def _settle(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The k nearest rows of one query among every item whose rough score reaches the threshold."""
     near = [
-        np.flatnonzero(tile[0].cpu() >= threshold) + start for start, tile in _tiles(q, g, similarity, gallery_block)
+        np.flatnonzero(tile[0].cpu() >= threshold) + start for start, tile in tiles(q, g, similarity, gallery_block)
     ]
     candidates = np.concatenate(near)
     exact = _score_again(q, g, similarity, candidates[None])[0]
@@ -152,7 +216,8 @@ def _largest_square(x: Gaussians, similarity: str, block: int) -> float:
     return max(float((rows.mean.square() + rows.variance).sum(1).max()) for rows in blocks)
 
 
-def _tiles(q: Gaussians, g: Gaussians, similarity: str, gallery_block: int) -> Iterator[tuple[int, torch.Tensor]]:
+def tiles(q: Gaussians, g: Gaussians, similarity: str, gallery_block: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """First gallery row and (Q, ≤ gallery_block) similarities of each tile of a block of queries."""
     for start in range(0, g.size, gallery_block):
         yield start, SIMILARITIES[similarity](q, g.rows(slice(start, start + gallery_block)))
 

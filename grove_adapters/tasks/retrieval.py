@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -14,10 +14,20 @@ from grove_adapters.posterior import ProbabilisticEmbedding
 from grove_adapters.similarity import SIMILARITIES, Gaussians, gaussians, paired
 from grove_adapters.tasks.base import TaskResult
 from grove_adapters.tasks.index import search
+from grove_adapters.tasks.matching import MATCH_UNCERTAINTIES, kl_to_marginal, match_signals, match_uncertainty
 
 Direction = Literal["i2t", "t2i"]
 RankBy = Literal["posterior", "backbone"]
-UncertaintyOf = Literal["auto", "posterior", "one_minus_max_similarity", "true_pair_distance"]
+UncertaintyOf = Literal[
+    "auto",
+    "posterior",
+    "one_minus_max_similarity",
+    "one_minus_confidence",
+    "match_entropy",
+    "one_minus_match_margin",
+    "minus_match_kl",
+    "true_pair_distance",
+]
 
 NATS_PER_LOGIT = {"cosine": 1.0, "csd": 0.5, "wasserstein2": 0.5}
 """What the source's logit scale multiplies. Between unit vectors −½‖μ_q − μ_g‖² is the cosine up to a constant, so
@@ -36,6 +46,8 @@ def retrieve(
     rank_by: RankBy = "posterior",
     similarity: str = "auto",
     uncertainty: UncertaintyOf = "auto",
+    temperature: float | None = None,
+    marginal: Literal["uniform", "empirical"] = "uniform",
     k: int | Sequence[int] = (1, 5, 10),
     unmatched: Literal["raise", "drop"] = "raise",
     progress: bool = False,
@@ -56,21 +68,32 @@ def retrieve(
         uncertainty: ``"posterior"`` is the query's own. ``"one_minus_max_similarity"`` is 1 − the largest cosine to
             the gallery. ``"auto"`` is the former, or the latter where the query's posterior is gallery-aware.
             ``"true_pair_distance"`` is the cosine distance to the nearest true match: it **reads the answer** and is
-            here only to reproduce published tables of the deterministic baseline.
+            here only to reproduce published tables of the deterministic baseline. The others read the match
+            distribution: ``"one_minus_confidence"``, ``"match_entropy"``, ``"one_minus_match_margin"`` and
+            ``"minus_match_kl"``.
+        temperature: Multiplier of the similarity that gives the logits of the match distribution. Default: the
+            source's logit scale times the cosine or half the ``"csd"`` or ``"wasserstein2"``; 1 for
+            ``"expected_likelihood"``, which is a logit as it is.
+        marginal: What ``match_kl`` is the divergence from: ``"uniform"`` over the gallery, or ``"empirical"``, the mean
+            match distribution of the queries, which takes two more passes over the gallery.
         k: Depths of recall@k; the first answer alone decides `TaskResult.correct`.
         unmatched: Queries without any true match in the gallery: ``"raise"``, or ``"drop"`` them and count them.
         progress: Show a bar.
 
     Returns:
-        One row a query. `confidence` is the largest probability of the softmax over the gallery of the source's logit
-        scale times the cosine, times half the negated ``"csd"`` or ``"wasserstein2"``, or of ``"expected_likelihood"``
-        as it is; None where the scale is unknown or the similarity is no logit. `groups` holds, for texts, the row of
-        the first image they are linked to. `detail` holds ``top`` (Q, K) gallery rows and ``top_scores`` (Q, K) for
-        the largest k, ``n_matches`` (Q,) true matches, ``gallery_ids`` (G,), ``unmatched`` (how many were dropped)
-        and ``unmatched_ids``.
+        One row a query. `confidence` is the largest probability of the match distribution, the softmax of
+        temperature × similarity over the whole gallery; None without a temperature. `groups` holds, for texts, the row
+        of the first image they are linked to. `detail` holds
+
+        * ``top`` (Q, K) gallery rows and ``top_scores`` (Q, K) for the largest k, ``n_matches`` (Q,) true matches;
+        * where there is a temperature, (Q,) ``match_entropy`` in nats, ``match_kl``, the divergence from the marginal
+          in nats, and ``match_margin``, the largest minus the second largest probability;
+        * (Q,) ``query_uncertainty`` and ``answer_uncertainty``, those of the query's and the first answer's posterior;
+        * ``gallery_ids`` (G,), ``unmatched`` (how many queries were dropped) and ``unmatched_ids``.
 
     Raises:
-        InputError: Swapped modalities, rows out of range, another width, queries without a match, no backbone.
+        InputError: Swapped modalities, rows out of range, another width, queries without a match, no backbone, or no
+            temperature where the match distribution is asked for.
         SourceMismatchError: Images and texts come from different models.
 
     Source: GroVE sec. 4; Recall@k counts any true match, as ECCV Caption does. The deterministic baseline's published
@@ -80,9 +103,8 @@ def retrieve(
     _checks.choice(direction, ("i2t", "t2i"), what="direction")
     _checks.choice(rank_by, ("posterior", "backbone"), what="rank_by")
     _checks.choice(similarity, ("auto", *SIMILARITIES), what="similarity")
-    _checks.choice(
-        uncertainty, ("auto", "posterior", "one_minus_max_similarity", "true_pair_distance"), what="uncertainty"
-    )
+    _checks.choice(uncertainty, get_args(UncertaintyOf), what="uncertainty")
+    _checks.choice(marginal, ("uniform", "empirical"), what="marginal")
     _checks.choice(unmatched, ("raise", "drop"), what="unmatched")
     depths = sorted({_checks.count(depth, what="k") for depth in ([k] if isinstance(k, int) else k)})
     if not depths:
@@ -113,19 +135,33 @@ def retrieve(
         uncertainty = "one_minus_max_similarity" if queries.gallery_aware else "posterior"
     query_side, gallery_side = (_ranked(side, rank_by, similarity) for side in (queries, gallery))
     query_side = query_side if len(asked) == len(queries) else query_side.rows(asked)
-    temperature = _temperature(similarity, queries.source.logit_scale)
+    if temperature is None:
+        temperature = _temperature(similarity, queries.source.logit_scale)
+    if temperature is None and (uncertainty in MATCH_UNCERTAINTIES or marginal == "empirical"):
+        asked_for = f"uncertainty={uncertainty!r}" if uncertainty in MATCH_UNCERTAINTIES else f"marginal={marginal!r}"
+        raise InputError(
+            f"{asked_for} expected a temperature, got similarity={similarity!r} of a source whose logit_scale is "
+            f"{queries.source.logit_scale}; give temperature=, the multiplier that makes the similarity a logit"
+        )
     found = search(
-        query_side, gallery_side, k=depths[-1], similarity=similarity, temperature=temperature, progress=progress
+        query_side,
+        gallery_side,
+        k=max(depths[-1], 2),  # the margin needs two
+        similarity=similarity,
+        temperature=temperature,
+        progress=progress,
     )
-
+    top, top_scores = found.rows[:, : depths[-1]], found.scores[:, : depths[-1]]
     keys = matches[:, 0] * len(gallery) + matches[:, 1]
-    hits = np.isin(asked[:, None] * len(gallery) + found.rows, keys).astype(np.float64)
-    confidence = None
-    if temperature is not None:
-        assert found.log_partition is not None
-        confidence = np.exp(np.minimum(temperature * found.scores[:, 0] - found.log_partition, 0))
+    hits = np.isin(asked[:, None] * len(gallery) + top, keys).astype(np.float64)
+    signals = {} if temperature is None else match_signals(found, len(gallery))
+    if marginal == "empirical":
+        signals["match_kl"] = kl_to_marginal(query_side, gallery_side, found, similarity=similarity, progress=progress)
+    own, of_gallery = (side.uncertainty.detach().cpu().double().numpy() for side in (queries, gallery))
     if uncertainty == "posterior":
-        uncertain = queries.uncertainty.detach().cpu().double().numpy()[asked]
+        uncertain = own[asked]
+    elif uncertainty in MATCH_UNCERTAINTIES:
+        uncertain = match_uncertainty(uncertainty, signals)
     elif uncertainty == "one_minus_max_similarity":
         nearest = found
         if similarity != "cosine":
@@ -135,29 +171,34 @@ def retrieve(
         uncertain = _true_pair_distance(
             _ranked(queries, rank_by, "cosine"), _ranked(gallery, rank_by, "cosine"), matches
         )[asked]
-
+    detail: dict[str, Any] = {
+        "top": top,
+        "top_scores": top_scores,
+        "n_matches": n_matches[asked],
+        **{name: values for name, values in signals.items() if name != "confidence"},
+        "query_uncertainty": own[asked],
+        "answer_uncertainty": of_gallery[top[:, 0]],
+        "gallery_ids": np.asarray(gallery.ids),
+        "unmatched": len(queries) - len(asked),
+        "unmatched_ids": [str(name) for name in np.asarray(queries.ids)[n_matches == 0]],
+    }
     return TaskResult(
         task="retrieval",
         direction=direction,
         ids=np.asarray(queries.ids)[asked],
         correct=hits[:, 0],
         uncertainty=uncertain,
-        confidence=confidence,
+        confidence=signals.get("confidence"),
         recall_at={depth: hits[:, :depth].max(1) for depth in depths},
         groups=None if direction == "i2t" else _first_partner(len(queries), matches, np.unique(links, axis=0))[asked],
-        detail={
-            "top": found.rows,
-            "top_scores": found.scores,
-            "n_matches": n_matches[asked],
-            "gallery_ids": np.asarray(gallery.ids),
-            "unmatched": len(queries) - len(asked),
-            "unmatched_ids": [str(name) for name in np.asarray(queries.ids)[n_matches == 0]],
-        },
+        detail=detail,
         provenance={
             "rank_by": rank_by,
             "similarity": similarity,
             "uncertainty": uncertainty,
             "logit_scale": queries.source.logit_scale,
+            "temperature": temperature,
+            "marginal": marginal,
             "k": depths,
             "n_queries": len(asked),
             "n_gallery": len(gallery),
