@@ -38,7 +38,7 @@ def resampled_counts(groups: np.ndarray, resamples: int, *, seed: int) -> Iterat
         yield (counts if alone else counts[:, groups]).astype(np.float64)
 
 
-def permutations(groups: np.ndarray, permuted: int, *, seed: int) -> Iterator[np.ndarray]:
+def permutations(groups: np.ndarray, resamples: int, *, seed: int) -> Iterator[np.ndarray]:
     """(≤ permuted, Q) int64 blocks of rows: query q receives what query ``rows[·, q]`` had.
 
     Groups are laid end to end in a random order over the groups as they stand, so that queries of one group keep
@@ -46,7 +46,7 @@ def permutations(groups: np.ndarray, permuted: int, *, seed: int) -> Iterator[np
 
     Args:
         groups: (Q,) codes from 0 as `group_codes` gives them.
-        permuted: Number of permutations over all blocks.
+        resamples: Number of permutations over all blocks.
         seed: Address of the draws.
     """
     by_group = np.argsort(groups, kind="stable")
@@ -54,13 +54,15 @@ def permutations(groups: np.ndarray, permuted: int, *, seed: int) -> Iterator[np
     starts = sizes.cumsum() - sizes
     alone = len(sizes) == len(groups)
     random = np.random.default_rng(seeding.derive(seed, "permutation"))
-    for size in _block_sizes(permuted, len(groups)):
+    for size in _block_sizes(resamples, len(groups)):
         rows = np.empty((size, len(groups)), dtype=np.int64)
         for row in rows:
             drawn: np.ndarray = random.permutation(len(sizes))
-            if not alone:
-                length = sizes[drawn]
-                drawn = np.repeat(starts[drawn] - (length.cumsum() - length), length) + np.arange(len(groups))
+            if alone:
+                row[:] = drawn
+                continue
+            length = sizes[drawn]
+            drawn = np.repeat(starts[drawn] - (length.cumsum() - length), length) + np.arange(len(groups))
             row[by_group] = by_group[drawn]
         yield rows
 

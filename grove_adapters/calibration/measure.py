@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,12 +26,18 @@ right query is as narrow as that of many: simulated coverage of a 95 % interval 
 and .83 to .93 with eight. Their p-values stay, since permutations need no such thing."""
 
 
+COVERAGES = (0.5, 0.8, 0.9)
+RISKS = (0.01, 0.05, 0.1)
+
+
 def calibrate(
     result: TaskResult,
     *,
     levels: int = 10,
     protocol: str = "equal_count",
     confidence_bins: int = 15,
+    coverages: Sequence[float] = COVERAGES,
+    risks: Sequence[float] = RISKS,
     resamples: int = 1000,
     seed: int = 0,
     interval: float = 0.95,
@@ -39,16 +47,19 @@ def calibrate(
     The report does not depend on the order of the queries. Every score carries a bootstrap interval (whole groups are
     resampled where the result has groups), and those of the uncertainty a one-sided p-value of the null that it says
     nothing: correctness is handed round among the queries, whole groups at a time. What is undefined is NaN: S and R²
-    where all levels have the same recall, AUROC where all or no queries are right, ECE without confidence, every
-    interval where there is a single group, and those of S, R², −S·R², AUROC and excess AURC with fewer than eight
-    independent right or wrong queries, which no resampling can judge. Where a recall is 0 or 1, resamples all agree,
-    and its interval is Clopper–Pearson's over groups.
+    where all levels have the same recall, AUROC where all or no queries are right, the scores of the confidence where
+    there is none, every interval where there is a single group, and those of S, R², −S·R², AUROC and excess AURC with
+    fewer than eight independent right or wrong queries, which no resampling can judge. Where a recall is 0 or 1,
+    resamples all agree, and its interval is Clopper–Pearson's over groups.
 
     Args:
         result: What a task returned.
         levels: Number of uncertainty levels behind S, R² and −S·R², at least 2 (they need 3 that are not empty).
-        protocol: ``"equal_count"`` (default) or ``"equal_width"``; see `calibration.bins`.
-        confidence_bins: Bins of equal width over [0, 1] behind the ECE.
+        protocol: How levels are made: ``"equal_count"`` (default), ``"equal_width"``, or ``"cumulative_width"`` to
+            reproduce published numbers; see `calibration.bins`.
+        confidence_bins: Bins over [0, 1] behind the ECE, the MCE and the parts of the Brier score.
+        coverages: Shares of the queries, most certain first, whose accuracy is wanted.
+        risks: Mean errors for which the share of queries that can be answered is wanted.
         resamples: Bootstrap resamples, and permutations; 0 leaves intervals and p-values NaN.
         seed: Address of the resampling.
         interval: Nominal coverage of intervals and bounds, between 0 and 1.
@@ -58,33 +69,12 @@ def calibrate(
         InputTypeError: `result` is no `TaskResult`.
 
     Source: GroVE sec. 4 for S, R² and −S·R² (with disjoint levels instead of its code's nested ones); Geifman et al.
-    2019 for excess AURC; Guo et al. 2017 for ECE.
+    2019 for excess AURC and coverage at a risk; Guo et al. 2017 for ECE; see `calibration.scores.SCORES` for the rest.
     """
-    if not isinstance(result, TaskResult):
-        raise InputTypeError(f"calibrate expected a TaskResult, got {type(result).__name__}; run a task first")
-    _checks.choice(protocol, tuple(bins.PROTOCOLS), what="protocol")
-    _checks.count(levels, what="levels", at_least=2)
-    _checks.count(confidence_bins, what="confidence_bins")
-    _check_resampling(resamples, interval)
-
-    order = np.argsort(result.ids)
-    correct, uncertainty = result.correct[order], result.uncertainty[order]
-    confidence = None if result.confidence is None else result.confidence[order]
-    recall_at = {k: hits[order] for k, hits in result.recall_at.items()}
-    groups = _in_order(result.groups, order)
-    queries = Queries.of(
-        correct,
-        uncertainty,
-        confidence,
-        recall_at,
-        levels=levels,
-        protocol=protocol,
-        confidence_bins=confidence_bins,
-    )
-    observed = {name: values[0] for name, values in queries.scored(np.ones((1, len(result)))).items()}
-    n_groups = int(groups.max()) + 1
-    few = min(len(np.unique(groups[correct > 0])), len(np.unique(groups[correct < 1]))) < FEWEST
-    draws, null = _resampled(queries, groups, resamples, seed)
+    settings = Settings(levels, protocol, confidence_bins, tuple(coverages), tuple(risks), resamples, seed, interval)
+    rows = Rows.of(result, settings)
+    observed = {name: values[0] for name, values in rows.queries.scored(np.ones((1, len(result)))).items()}
+    draws, null = _resampled(rows, settings)
     if "aurc" in null:  # the optimal AURC does not change when errors are handed round
         null["excess_aurc"] = null["aurc"] - (observed["aurc"] - observed["excess_aurc"])
 
@@ -92,44 +82,150 @@ def calibrate(
     for name, kind in SCORES.items():
         value = float(observed.get(name, np.nan))
         low = high = p = np.nan
-        if name in draws and not (kind.contrasts and few):
+        if name in draws and not (kind.contrasts and rows.few):
             low, high = bootstrap.interval(draws[name], value, interval, kind.bounds)
         if name in null and kind.larger_is_better is not None:
             p = bootstrap.p_value(null[name], value, larger_is_better=kind.larger_is_better)
         scores[name] = Score(value, low, high, p)
-    scores["recall"] = _share_score(scores["recall"].value, draws.get("recall", np.empty(0)), n_groups, interval)
-    hits = draws.get("recall_at", np.empty((0, len(recall_at))))
-    risks = draws.get("risk", np.empty((0, len(queries.coverages))))
+
+    def shares(name: str, keys: Sequence[Any]) -> dict[Any, Score]:
+        columns = draws[name].T if name in draws else np.empty((len(keys), 0))
+        return {
+            key: _share_score(float(value), column, rows.n_groups, interval)
+            for key, value, column in zip(keys, observed[name], columns, strict=True)
+        }
+
+    recall_draws = draws.get("recall", np.empty(0))
+    scores["recall"] = _share_score(scores["recall"].value, recall_draws, rows.n_groups, interval)
+    risk_draws = draws.get("risk", np.empty((0, len(rows.queries.curve_coverages))))
     bands = [
         bootstrap.interval(column, value, interval, (0, 1))
-        for column, value in zip(risks.T, observed["risk"], strict=True)
+        for column, value in zip(risk_draws.T, observed["risk"], strict=True)
     ]
     return CalibrationReport(
         task=result.task,
         direction=result.direction,
         protocol=protocol,
         n_queries=len(result),
-        n_groups=n_groups,
+        n_groups=rows.n_groups,
         scores=scores,
-        recall_at={
-            k: _share_score(float(value), column, n_groups, interval)
-            for k, value, column in zip(recall_at, observed["recall_at"], hits.T, strict=True)
-        },
-        levels=_levels(correct, uncertainty, bins.assign(uncertainty, levels, protocol), levels, interval),
-        reliability=None if confidence is None else _reliability(correct, confidence, confidence_bins, interval),
+        recall_at=shares("recall_at", tuple(result.recall_at)),
+        accuracy_at_coverage=shares("accuracy_at_coverage", settings.coverages),
+        coverage_at_risk=shares("coverage_at_risk", settings.risks),
+        levels=_levels(rows.correct, rows.uncertainty, rows.queries.members(), interval),
+        reliability=None
+        if rows.confidence is None
+        else _reliability(rows.correct, rows.confidence, confidence_bins, interval),
         risk_coverage=RiskCoverage(
-            coverage=queries.coverages,
+            coverage=rows.queries.curve_coverages,
             risk=observed["risk"],
             risk_low=np.array([low for low, _ in bands]),
             risk_high=np.array([high for _, high in bands]),
-            optimal=queries.optimal_risk(),
+            optimal=rows.queries.optimal_risk(),
         ),
         interval=interval,
         resamples=resamples,
         seed=seed,
-        queries=hashlib.sha256("\n".join(result.ids[order].tolist()).encode()).hexdigest()[:16],
+        queries=rows.digest,
         provenance={**result.provenance, "versions": versions()},
     )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of `calibrate` and `compare`, checked; see there.
+
+    Raises:
+        InputError: A setting out of range, or an unknown protocol.
+    """
+
+    levels: int
+    protocol: str
+    confidence_bins: int
+    coverages: tuple[float, ...]
+    risks: tuple[float, ...]
+    resamples: int
+    seed: int
+    interval: float
+
+    def __post_init__(self) -> None:
+        _checks.choice(self.protocol, tuple(bins.PROTOCOLS), what="protocol")
+        _checks.count(self.levels, what="levels", at_least=2)
+        _checks.count(self.confidence_bins, what="confidence_bins")
+        for name, shares in (("coverages", self.coverages), ("risks", self.risks)):
+            for share in shares:
+                if not 0 < share <= 1:
+                    raise InputError(f"{name} expected shares above 0 and up to 1, got {share}; 0.5 is a half")
+        _check_resampling(self.resamples, self.interval)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """A result's queries in an order of our own, so that the caller's changes nothing.
+
+    Attributes:
+        correct: (Q,) as in the result.
+        uncertainty: (Q,) as in the result.
+        confidence: (Q,) as in the result, or None.
+        groups: (Q,) codes from 0.
+        queries: The same, ready for scoring.
+        digest: Of the ids.
+    """
+
+    correct: np.ndarray
+    uncertainty: np.ndarray
+    confidence: np.ndarray | None
+    groups: np.ndarray
+    queries: Queries
+    digest: str
+
+    @classmethod
+    def of(cls, result: TaskResult, settings: Settings, order: np.ndarray | None = None) -> Rows:
+        """The rows of a result.
+
+        Args:
+            result: What a task returned.
+            settings: How it is scored.
+            order: (Q,) rows of the result; by default rising in uncertainty, which saves sorting every resample.
+
+        Raises:
+            InputTypeError: `result` is no `TaskResult`.
+        """
+        if not isinstance(result, TaskResult):
+            raise InputTypeError(f"calibrate expected a TaskResult, got {type(result).__name__}; run a task first")
+        if order is None:
+            order = np.lexsort((result.ids, result.uncertainty))
+        correct, uncertainty = result.correct[order], result.uncertainty[order]
+        confidence = None if result.confidence is None else result.confidence[order]
+        return cls(
+            correct,
+            uncertainty,
+            confidence,
+            _in_order(result.groups, order),
+            Queries.of(
+                correct,
+                uncertainty,
+                confidence,
+                {k: hits[order] for k, hits in result.recall_at.items()},
+                levels=settings.levels,
+                protocol=settings.protocol,
+                confidence_bins=settings.confidence_bins,
+                coverages=settings.coverages,
+                risks=settings.risks,
+            ),
+            hashlib.sha256("\n".join(sorted(result.ids.tolist())).encode()).hexdigest()[:16],
+        )
+
+    @property
+    def n_groups(self) -> int:
+        """Number of independent groups."""
+        return int(self.groups.max()) + 1
+
+    @property
+    def few(self) -> bool:
+        """Whether too few independent queries are right, or wrong, for an interval of what contrasts them."""
+        sides = (self.groups[self.correct > 0], self.groups[self.correct < 1])
+        return min(len(np.unique(side)) for side in sides) < FEWEST
 
 
 def rank_correlation(
@@ -228,16 +324,22 @@ def _in_order(groups: np.ndarray | None, order: np.ndarray) -> np.ndarray:
     return np.argsort(np.argsort(first))[codes]
 
 
-def _resampled(
-    queries: Queries, groups: np.ndarray, resamples: int, seed: int
-) -> tuple[Mapping[str, np.ndarray], dict[str, np.ndarray]]:
+def _resampled(rows: Rows, settings: Settings) -> tuple[Mapping[str, np.ndarray], dict[str, np.ndarray]]:
     """Bootstrap draws and permutation null of every score; both empty where nothing can be resampled."""
-    if not resamples or not groups.max():
+    if not settings.resamples or rows.n_groups == 1:
         return {}, {}
-    draws = [queries.scored(counts) for counts in bootstrap.resampled_counts(groups, resamples, seed=seed)]
-    shuffled = Null(queries)
-    null = [shuffled.scored(rows) for rows in bootstrap.permutations(groups, resamples, seed=seed)]
-    return _joined(draws), _joined(null)
+    how = {"resamples": settings.resamples, "seed": settings.seed}
+
+    def draw() -> dict[str, np.ndarray]:
+        return _joined([rows.queries.scored(counts) for counts in bootstrap.resampled_counts(rows.groups, **how)])
+
+    def shuffle() -> dict[str, np.ndarray]:
+        null = Null(rows.queries)
+        return _joined([null.scored(given) for given in bootstrap.permutations(rows.groups, **how)])
+
+    with ThreadPoolExecutor(1) as other:  # both spend their time inside NumPy, which lets the other run
+        shuffled = other.submit(shuffle)
+        return draw(), shuffled.result()
 
 
 def _joined(blocks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -252,18 +354,16 @@ def _share_score(value: float, draws: np.ndarray, n_groups: int, interval: float
     return Score(value, *bootstrap.interval(draws, value, interval, (0, 1)))
 
 
-def _levels(correct: np.ndarray, uncertainty: np.ndarray, level: np.ndarray, levels: int, interval: float) -> Levels:
-    count = np.bincount(level, minlength=levels)
-    right = np.bincount(level, correct, minlength=levels)
-    lowest, highest = np.full(levels, np.inf), np.full(levels, -np.inf)
-    np.minimum.at(lowest, level, uncertainty)
-    np.maximum.at(highest, level, uncertainty)
+def _levels(correct: np.ndarray, uncertainty: np.ndarray, members: list[np.ndarray], interval: float) -> Levels:
+    count = np.array([len(rows) for rows in members])
+    right = np.array([correct[rows].sum() for rows in members])
+    held = [uncertainty[rows] if len(rows) else np.array([np.nan]) for rows in members]
     recall_low, recall_high = clopper_pearson(right, count, interval)
     return Levels(
         count=count,
-        uncertainty=_share(np.bincount(level, uncertainty, minlength=levels), count),
-        uncertainty_low=np.where(count > 0, lowest, np.nan),
-        uncertainty_high=np.where(count > 0, highest, np.nan),
+        uncertainty=np.array([level.mean() for level in held]),
+        uncertainty_low=np.array([level.min() for level in held]),
+        uncertainty_high=np.array([level.max() for level in held]),
         recall=_share(right, count),
         recall_low=recall_low,
         recall_high=recall_high,

@@ -15,7 +15,7 @@ import numpy as np
 from grove_adapters import _io
 from grove_adapters.errors import InputError, UnreadableError
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,10 @@ class CalibrationReport:
         protocol: Name of the rule that made the levels, e.g. ``"equal_count"``.
         n_queries: Q.
         n_groups: Number of independent groups that were resampled; Q where queries stand alone.
-        scores: By name, see `calibration.scores.SCORES`: ``recall``, ``spearman`` (S), ``r2``, ``neg_s_r2`` (−S·R²),
-            ``auroc``, ``aurc``, ``excess_aurc``, ``ece``.
+        scores: By name, such as ``neg_s_r2`` or ``ece``; `calibration.scores.SCORES` says what each is.
         recall_at: k → recall@k.
+        accuracy_at_coverage: Share of the queries → mean correctness of that many of the most certain ones.
+        coverage_at_risk: Mean error → largest share of most certain queries that keep it.
         levels: The levels behind S, R² and −S·R².
         reliability: The bins behind the ECE, or None where the result has no confidence.
         risk_coverage: The curve behind the AURC, at no more than 100 coverages.
@@ -146,6 +147,8 @@ class CalibrationReport:
     n_groups: int
     scores: Mapping[str, Score]
     recall_at: Mapping[int, Score]
+    accuracy_at_coverage: Mapping[float, Score] = field(default_factory=dict)
+    coverage_at_risk: Mapping[float, Score] = field(default_factory=dict)
     levels: Levels
     reliability: Reliability | None
     risk_coverage: RiskCoverage
@@ -161,7 +164,11 @@ class CalibrationReport:
         return str(self.provenance.get("query_maker", {}).get("adapter", ""))
 
     def row(self) -> dict[str, Any]:
-        """The report as one flat table row: each score as ``name``, ``name_low``, ``name_high`` (and ``name_p``)."""
+        """The report as one flat table row: each score as ``name``, ``name_low``, ``name_high`` (and ``name_p``).
+
+        Beside the names of `scores` stand ``recall@5``, ``accuracy@0.8`` (at that coverage) and ``coverage@0.05`` (at
+        that risk).
+        """
         row: dict[str, Any] = {
             "adapter": self.adapter,
             "task": self.task,
@@ -171,15 +178,26 @@ class CalibrationReport:
             "queries": self.n_queries,
             "queries_per_level": int(self.levels.count.min()),
         }
-        scores = {f"recall@{k}": score for k, score in self.recall_at.items()} | dict(self.scores)
-        for name, score in scores.items():
+        for name, score in self.named().items():
             row |= {name: score.value, f"{name}_low": score.low, f"{name}_high": score.high}
             if not math.isnan(score.p_value):
                 row[f"{name}_p"] = score.p_value
         return row
 
+    def named(self) -> dict[str, Score]:
+        """All scores under the names that `row` gives them."""
+        return {
+            **{f"recall@{k}": score for k, score in self.recall_at.items()},
+            **self.scores,
+            **{f"accuracy@{coverage:g}": score for coverage, score in self.accuracy_at_coverage.items()},
+            **{f"coverage@{risk:g}": score for risk, score in self.coverage_at_risk.items()},
+        }
+
     def compare(self, other: CalibrationReport) -> dict[str, float]:
         """Score by score, this report's value minus the other's; NaN where either is undefined.
+
+        Reports no longer hold the queries: `calibration.compare` takes the results, and gives each difference an
+        interval.
 
         Raises:
             InputError: The reports are about different queries, or levels made in another way.
@@ -216,7 +234,8 @@ class CalibrationReport:
             if content.pop("schema") != SCHEMA:
                 raise ValueError("another schema")
             content["scores"] = {name: _score(score) for name, score in content["scores"].items()}
-            content["recall_at"] = {int(k): _score(score) for k, score in content["recall_at"].items()}
+            for name, key in (("recall_at", int), ("accuracy_at_coverage", float), ("coverage_at_risk", float)):
+                content[name] = {key(at): _score(score) for at, score in content[name].items()}
             content["levels"] = Levels(**_columns(content["levels"]))
             if content["reliability"] is not None:
                 content["reliability"] = Reliability(**_columns(content["reliability"]))

@@ -7,13 +7,13 @@ running sums over blocks, and none depends on the order of queries that are equa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from grove_adapters.calibration.bins import PROTOCOLS
+from grove_adapters.calibration.bins import PROTOCOLS, equal_count
 
 
 class Kind(NamedTuple):
@@ -21,41 +21,81 @@ class Kind(NamedTuple):
 
     Attributes:
         bounds: Smallest and largest possible value.
-        larger_is_better: Direction of the one-sided p-value, or None where a permutation tells nothing.
+        larger_is_better: Its direction, or None where neither is better.
         contrasts: Whether it sets wrong queries against right ones, so that few of either leave nothing to resample.
+        has_null: Whether handing correctness round among the queries is its null hypothesis.
     """
 
     bounds: tuple[float, float]
-    larger_is_better: bool | None = None
+    larger_is_better: bool | None
     contrasts: bool = False
+    has_null: bool = False
 
 
 SCORES: dict[str, Kind] = {
-    "recall": Kind((0, 1)),
-    "spearman": Kind((-1, 1), larger_is_better=False, contrasts=True),
-    "r2": Kind((0, 1), larger_is_better=True, contrasts=True),
-    "neg_s_r2": Kind((-1, 1), larger_is_better=True, contrasts=True),
-    "auroc": Kind((0, 1), larger_is_better=True, contrasts=True),
-    "aurc": Kind((0, 1), larger_is_better=False),
-    "excess_aurc": Kind((0, 1), larger_is_better=False, contrasts=True),
-    "ece": Kind((0, 1)),
+    "recall": Kind((0, 1), larger_is_better=True),
+    "spearman": Kind((-1, 1), larger_is_better=False, contrasts=True, has_null=True),
+    "pearson": Kind((-1, 1), larger_is_better=False, contrasts=True, has_null=True),
+    "r2": Kind((0, 1), larger_is_better=True, contrasts=True, has_null=True),
+    "r2_identity": Kind((-np.inf, 1), larger_is_better=True, contrasts=True, has_null=True),
+    "neg_s_r2": Kind((-1, 1), larger_is_better=True, contrasts=True, has_null=True),
+    "auroc": Kind((0, 1), larger_is_better=True, contrasts=True, has_null=True),
+    "aurc": Kind((0, 1), larger_is_better=False, has_null=True),
+    "excess_aurc": Kind((0, 1), larger_is_better=False, contrasts=True, has_null=True),
+    "ece": Kind((0, 1), larger_is_better=False),
+    "ece_equal_mass": Kind((0, 1), larger_is_better=False),
+    "ece_debiased": Kind((0, 1), larger_is_better=False),
+    "mce": Kind((0, 1), larger_is_better=False),
+    "brier": Kind((0, 1), larger_is_better=False),
+    "brier_reliability": Kind((0, 1), larger_is_better=False),
+    "brier_resolution": Kind((-1, 1), larger_is_better=True),
+    "brier_uncertainty": Kind((0, 0.25), larger_is_better=None),
+    "nll": Kind((0, np.inf), larger_is_better=False),
 }
 """The scores of a report, in its order.
 
-* ``recall``: mean correctness.
+Of correctness alone:
+
+* ``recall``: mean correctness: recall@1 of retrieval, accuracy of classification, and where an answer can be partly
+  right (soft labels) the soft accuracy.
+
+Of the uncertainty, in levels:
+
 * ``spearman``: S, rank correlation of a level's number with its recall; −1 is ideal.
-* ``r2``: R² of the straight line through recall over the level's number.
+* ``pearson``: their linear correlation; −1 is ideal. Source: PCME++'s code.
+* ``r2``: R² of the straight line fitted to recall over the level's number, the square of ``pearson``.
+* ``r2_identity``: R² of a line that nobody fitted, from recall 1 in the first level to 0 in the last: how much of the
+  recalls' spread is left once the ideal is taken off, negative where the mean recall would do better.
 * ``neg_s_r2``: −S·R²; 1 is ideal, 0 is no relation. Source: GroVE's headline, with disjoint levels.
-* ``auroc``: probability that a wrong query is more uncertain than a right one, ties counting half. Soft correctness c
-  is c of a right and 1 − c of a wrong query.
+
+Of the uncertainty, query by query:
+
+* ``auroc``: probability that a wrong query is more uncertain than a right one, ties counting half (R-AUROC where
+  queries retrieve). Soft correctness c is c of a right and 1 − c of a wrong query.
 * ``aurc``: mean over n of the error among the n most certain queries; 0 is ideal. Queries of equal uncertainty
   contribute their mean over all orders.
 * ``excess_aurc``: AURC minus that of an uncertainty that ranks every error last.
-* ``ece``: expected calibration error of the confidence over bins of equal width.
+
+Of the confidence:
+
+* ``ece``: expected calibration error over bins of equal width: mean over queries of |mean confidence − mean
+  correctness| of their bin.
+* ``ece_equal_mass``: the same over bins that hold equally many queries.
+* ``ece_debiased``: root of the mean squared gap over the same bins, each square less the variance that noise gives to
+  its mean. Where few queries meet many bins the plain ones call a confidence wrong that is right, this one does not; 0
+  where noise explains all. A bin of one query counts nothing. Source: Kumar et al. 2019, ℓ2, with the variance of the
+  bin's gaps.
+* ``mce``: the largest such gap of any bin of equal width that is not empty.
+* ``brier``: mean (confidence − correctness)².
+* ``brier_reliability``, ``brier_resolution``, ``brier_uncertainty``: its parts over bins of equal width, Brier =
+  reliability − resolution + uncertainty. Source: Murphy 1973; the resolution is Stephenson et al.'s (2008), which
+  includes what varies inside a bin and so makes the sum exact.
+* ``nll``: mean −log probability of what happened, in nats; confidences are kept 2⁻⁵² away from 0 and 1.
 """
 
+ROUNDING = 1e-9  # of sums of errors, far below one query
 LEVEL_SCORES_NEED = 3  # non-empty levels: a line through two points always fits
-COVERAGES = 100  # points of a risk-coverage curve
+CURVE_POINTS = 100  # of a risk-coverage curve
 
 
 class Blocks(NamedTuple):
@@ -71,6 +111,10 @@ class Blocks(NamedTuple):
         order = np.argsort(values, kind="stable")
         distinct, starts = np.unique(values[order], return_index=True)
         return cls(order, starts, distinct)
+
+    def arranged(self, weights: np.ndarray) -> np.ndarray:
+        """(R, Q) weightings with their columns in `order`; not copied where they stand so already."""
+        return weights if np.array_equal(self.order, np.arange(len(self.order))) else weights[:, self.order]
 
     @property
     def all_single(self) -> bool:
@@ -93,6 +137,52 @@ class Blocks(NamedTuple):
         return self.spread(counts.cumsum(1) - counts / 2)
 
 
+class Confidences:
+    """Confidences of Q queries made ready for scoring: every sum a score needs is one row of a sparse matrix."""
+
+    def __init__(self, confidence: np.ndarray, correct: np.ndarray, bins: int) -> None:
+        from scipy import sparse
+
+        rows = np.arange(len(correct))
+        width, mass = ((bin_of(confidence, bins), rows) for bin_of in (confidence_bin, equal_mass_bin))
+        gap = confidence - correct
+        certain = np.clip(confidence, np.finfo(float).eps, 1 - np.finfo(float).eps)
+        of_bins = [
+            sparse.coo_array((values, place), shape=(bins, len(correct)))
+            for place, values in (
+                (width, np.ones(len(gap))),
+                (width, gap),
+                (mass, np.ones(len(gap))),
+                (mass, gap),
+                (mass, np.square(gap)),
+            )
+        ]
+        log_loss = -correct * np.log(certain) - (1 - correct) * np.log1p(-certain)
+        of_all = sparse.coo_array(np.stack([correct, np.square(correct), np.square(gap), log_loss]))
+        self._bins = bins
+        self._rows = sparse.vstack([*of_bins, of_all], format="csc")
+
+    def scored(self, weights: np.ndarray, total: np.ndarray) -> dict[str, np.ndarray]:
+        """(R,) scores under (R, Q) weightings with (R,) totals."""
+        means = (self._rows @ np.ascontiguousarray(weights.T)).T / total[:, None]
+        share, gap, mass_share, mass_gap, mass_square = np.split(means[:, : 5 * self._bins], 5, axis=1)
+        correct, correct_square, brier, nll = means[:, 5 * self._bins :].T
+        in_bin = np.divide(gap, share, out=np.zeros(gap.shape), where=share > 0)
+        reliability = (gap * in_bin).sum(1)
+        spread = np.maximum(correct_square - correct**2, 0)
+        return {
+            "ece": np.abs(gap).sum(1),
+            "ece_equal_mass": np.abs(mass_gap).sum(1),
+            "ece_debiased": np.sqrt(np.maximum(_debiased(mass_share, mass_gap, mass_square, total[:, None]), 0)),
+            "mce": np.abs(in_bin).max(1),
+            "brier": brier,
+            "brier_reliability": reliability,
+            "brier_resolution": reliability + spread - brier,
+            "brier_uncertainty": spread,
+            "nll": nll,
+        }
+
+
 @dataclass(frozen=True, eq=False)
 class Queries:
     """Q queries made ready for scoring.
@@ -101,19 +191,23 @@ class Queries:
         error: (Q,) 1 − correctness, in [0, 1].
         by_uncertainty: The queries in blocks of equal uncertainty.
         by_error: The queries in blocks of equal error.
-        calibration_gap: (Q, bins) confidence − correctness in the column of the query's confidence bin, or None.
+        confidences: Their confidences, or None.
         hits: (Q, number of k) columns of recall@k.
         levels: Number of levels.
         protocol: Name of the rule that makes them.
+        coverages: Shares of the queries at which the accuracy is wanted.
+        risks: Errors at which the coverage is wanted.
     """
 
     error: np.ndarray
     by_uncertainty: Blocks
     by_error: Blocks
-    calibration_gap: np.ndarray | None
+    confidences: Confidences | None
     hits: np.ndarray
     levels: int
     protocol: str
+    coverages: tuple[float, ...]
+    risks: tuple[float, ...]
 
     @classmethod
     def of(
@@ -126,28 +220,35 @@ class Queries:
         levels: int = 10,
         protocol: str = "equal_count",
         confidence_bins: int = 15,
+        coverages: Sequence[float] = (),
+        risks: Sequence[float] = (),
     ) -> Queries:
         """Sort once what every weighting needs."""
-        gap = None
-        if confidence is not None:
-            gap = np.zeros((len(correct), confidence_bins))
-            gap[np.arange(len(correct)), confidence_bin(confidence, confidence_bins)] = confidence - correct
         hits = list((recall_at or {}).values())
         return cls(
             error=1 - correct,
             by_uncertainty=Blocks.of(uncertainty),
             by_error=Blocks.of(1 - correct),
-            calibration_gap=gap,
+            confidences=None if confidence is None else Confidences(confidence, correct, confidence_bins),
             hits=np.stack(hits, 1) if hits else np.empty((len(correct), 0)),
             levels=levels,
             protocol=protocol,
+            coverages=tuple(coverages),
+            risks=tuple(risks),
         )
 
     @property
-    def coverages(self) -> np.ndarray:
+    def curve_coverages(self) -> np.ndarray:
         """(P,) rising shares of the queries at which the risk-coverage curve is kept."""
-        points = min(COVERAGES, len(self.error))
+        points = min(CURVE_POINTS, len(self.error))
         return np.arange(1, points + 1) / points
+
+    def members(self) -> list[np.ndarray]:
+        """The rows of the queries of each level."""
+        blocks = self.by_uncertainty
+        edges = np.append(blocks.starts, len(self.error))
+        starts, stops = PROTOCOLS[self.protocol](blocks.values, edges[None].astype(np.float64), self.levels)
+        return [blocks.order[edges[start] : edges[stop]] for start, stop in zip(starts[0], stops[0], strict=True)]
 
     def scored(self, weights: np.ndarray) -> dict[str, np.ndarray]:
         """Every score under R weightings of whole numbers.
@@ -156,41 +257,45 @@ class Queries:
             weights: (R, Q) how often each query counts.
 
         Returns:
-            The names of `SCORES` as (R,), ``recall_at`` (R, number of k), and ``risk`` (R, P) at `coverages`.
+            The names of `SCORES` as (R,), those of the confidence only where there is one; ``recall_at`` (R, number
+            of k), ``accuracy_at_coverage`` (R, number of `coverages`), ``coverage_at_risk`` (R, number of `risks`)
+            and ``risk`` (R, P) at `curve_coverages`.
         """
         blocks = self.by_uncertainty
-        in_order = weights[:, blocks.order]
+        in_order = blocks.arranged(weights)
         counts, errors = blocks.sums(in_order), blocks.sums(in_order * self.error[blocks.order])
         running_counts, running_errors = _running(counts), _running(errors)
         total, wrong = running_counts[:, -1], running_errors[:, -1]
 
         starts, stops = PROTOCOLS[self.protocol](blocks.values, running_counts, self.levels)
-        level_counts, level_errors = _between(running_counts, starts, stops), _between(running_errors, starts, stops)
-        spearman, r2 = trend(level_counts, level_errors)
+        fall = trend(_between(running_counts, starts, stops), _between(running_errors, starts, stops))
         aurc = _aurc(counts, errors, running_counts, running_errors)
         mid_ranks = running_counts[:, 1:] - counts / 2
+        wanted = np.append(self.curve_coverages, self.coverages)
+        risk = _risk(running_counts, running_errors, wanted)
+        curve, at_coverages = np.split(risk, [len(wanted) - len(self.coverages)], axis=1)
         scores = {
             "recall": (total - wrong) / total,
-            "spearman": spearman,
-            "r2": r2,
-            "neg_s_r2": -spearman * r2,
+            **fall,
             "auroc": _auroc(np.einsum("rb,rb->r", errors, mid_ranks), total, wrong),
             "aurc": aurc,
             "excess_aurc": np.maximum(aurc - self._optimal_aurc(weights), 0),
             "recall_at": weights @ self.hits / total[:, None],
-            "risk": _risk(running_counts, running_errors, self.coverages),
+            "accuracy_at_coverage": 1 - at_coverages,
+            "coverage_at_risk": coverage_at_risk(counts, errors, running_counts, running_errors, self.risks),
+            "risk": curve,
         }
-        if self.calibration_gap is not None:
-            scores["ece"] = np.abs(weights @ self.calibration_gap).sum(1) / total
+        if self.confidences is not None:
+            scores |= self.confidences.scored(weights, total)
         return scores
 
     def optimal_risk(self) -> np.ndarray:
-        """(P,) risk at `coverages` of an uncertainty that ranks every error last."""
+        """(P,) risk at `curve_coverages` of an uncertainty that ranks every error last."""
         counts = self.by_error.sums(np.ones((1, len(self.error))))
-        return _risk(_running(counts), _running(counts * self.by_error.values), self.coverages)[0]
+        return _risk(_running(counts), _running(counts * self.by_error.values), self.curve_coverages)[0]
 
     def _optimal_aurc(self, weights: np.ndarray) -> np.ndarray:
-        counts = self.by_error.sums(weights[:, self.by_error.order])
+        counts = self.by_error.sums(self.by_error.arranged(weights))
         errors = counts * self.by_error.values
         return _aurc(counts, errors, _running(counts), _running(errors))
 
@@ -222,11 +327,8 @@ class Null:
         """(P,) scores for (P, Q) rows that say whose error each query receives."""
         sums = self._error[rows] @ self._columns
         total, wrong = np.full(len(rows), float(len(self._error))), np.full(len(rows), self._error.sum())
-        spearman, r2 = trend(np.broadcast_to(self._level_counts, sums[:, :-2].shape), sums[:, :-2])
         return {
-            "spearman": spearman,
-            "r2": r2,
-            "neg_s_r2": -spearman * r2,
+            **trend(np.broadcast_to(self._level_counts, sums[:, :-2].shape), sums[:, :-2]),
             "auroc": _auroc(sums[:, -2], total, wrong),
             "aurc": sums[:, -1],
         }
@@ -237,15 +339,23 @@ def confidence_bin(confidence: np.ndarray, bins: int) -> np.ndarray:
     return np.searchsorted(np.arange(1, bins) / bins, confidence, side="right")
 
 
-def trend(counts: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """S and R² of recall over the level's number, for R weightings.
+def equal_mass_bin(confidence: np.ndarray, bins: int) -> np.ndarray:
+    """(Q,) bin of as equal size as ties allow, 0 for the least confident queries."""
+    blocks = Blocks.of(confidence)
+    running = np.append(blocks.starts, len(confidence))[None].astype(np.float64)
+    _, stops = equal_count(blocks.values, running, bins)
+    return blocks.spread(np.searchsorted(stops[0], np.arange(len(blocks.values)), side="right"))
+
+
+def trend(counts: np.ndarray, errors: np.ndarray) -> dict[str, np.ndarray]:
+    """How recall falls over the level's number, for R weightings.
 
     Args:
         counts: (R, L) queries in each level; empty levels are left out.
         errors: (R, L) sums of their errors.
 
     Returns:
-        (R,) Spearman and (R,) R² of the fitted line; NaN with fewer than three levels or the same recall in all.
+        The (R,) scores of levels; NaN with fewer than three levels or the same recall in all.
     """
     present = counts > 0
     recall = np.divide(counts - errors, counts, out=np.zeros(counts.shape), where=present).round(12)
@@ -257,7 +367,51 @@ def trend(counts: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, np.ndarra
     constant = (equal == present.sum(1, keepdims=True)).any(1)
     undefined = (present.sum(1) < LEVEL_SCORES_NEED) | constant
     spearman = np.where(undefined, np.nan, _correlation(np.cumsum(present, 1), ranks, present))
-    return spearman, np.where(undefined, np.nan, _correlation(number, recall, present) ** 2)
+    pearson = np.where(undefined, np.nan, _correlation(number, recall, present))
+    ideal = 1 - number / (counts.shape[1] - 1)
+    mean = (recall * present).sum(1, keepdims=True) / np.maximum(present.sum(1, keepdims=True), 1)
+    spread = (np.square(recall - mean) * present).sum(1)
+    missed = (np.square(recall - ideal) * present).sum(1)
+    return {
+        "spearman": spearman,
+        "pearson": pearson,
+        "r2": pearson**2,
+        "r2_identity": 1 - np.divide(missed, spread, out=np.full(len(spread), np.nan), where=~undefined),
+        "neg_s_r2": -spearman * pearson**2,
+    }
+
+
+def coverage_at_risk(
+    counts: np.ndarray,
+    errors: np.ndarray,
+    running_counts: np.ndarray,
+    running_errors: np.ndarray,
+    risks: Sequence[float],
+) -> np.ndarray:
+    """(R, number of risks) largest share of most certain queries whose mean error is no more than each risk.
+
+    Of a block of equally uncertain queries as many are answered as keep the expected error there.
+
+    Args:
+        counts: (R, B) queries in each block.
+        errors: (R, B) sums of their errors.
+        running_counts: (R, B + 1) running sums of `counts` that begin with 0.
+        running_errors: (R, B + 1) running sums of `errors` that begin with 0.
+        risks: Mean errors to keep to.
+    """
+    rows, last_block = np.arange(len(counts)), counts.shape[1] - 1
+    total = running_counts[:, -1]
+    columns = []
+    for risk in risks:
+        kept = running_errors <= risk * running_counts + ROUNDING
+        whole = last_block + 1 - kept[:, ::-1].argmax(1)  # blocks up to the last after which the risk is kept
+        answered, wrong = running_counts[rows, whole], running_errors[rows, whole]
+        block = np.minimum(whole, last_block)
+        size = np.maximum(counts[rows, block], 1)
+        excess = np.maximum(errors[rows, block] / size - risk, ROUNDING)  # of the next block, which breaks the risk
+        more = np.where(whole <= last_block, np.floor((risk * answered - wrong) / excess + ROUNDING), 0)
+        columns.append((answered + np.clip(more, 0, size)) / total)
+    return np.stack(columns, 1) if columns else np.empty((len(counts), 0))
 
 
 def rank_correlations(x: Blocks, y: Blocks, weights: np.ndarray) -> np.ndarray:
@@ -269,6 +423,14 @@ def rank_correlations(x: Blocks, y: Blocks, weights: np.ndarray) -> np.ndarray:
         np.einsum("rq,rq,rq->r", weights, x_rank, x_rank) * np.einsum("rq,rq,rq->r", weights, y_rank, y_rank)
     )
     return np.divide(covariance, scale, out=np.full(len(weights), np.nan), where=scale > 0)
+
+
+def _debiased(share: np.ndarray, gap: np.ndarray, square: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """(R,) sums over bins of the squared gap without the variance of a mean of n gaps, which is unbiased."""
+    in_bin = np.divide(gap, share, out=np.zeros(gap.shape), where=share > 0)
+    others = share * total - 1
+    noise = np.divide(square - gap * in_bin, others, out=gap * in_bin, where=others > 0.5)
+    return (gap * in_bin - noise).sum(1)
 
 
 def _correlation(x: np.ndarray, y: np.ndarray, present: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from grove_adapters.calibration import calibrate, rank_correlation
+from grove_adapters.calibration.bins import PROTOCOLS
 from grove_adapters.calibration.measure import clopper_pearson
 from grove_adapters.calibration.scores import SCORES
 from grove_adapters.errors import InputError, InputTypeError
@@ -39,10 +40,11 @@ def test_an_informative_uncertainty_is_seen():
         assert score.low <= score.value <= score.high, name
     assert report.scores["neg_s_r2"].value > 0.7
     assert report.scores["auroc"].value > 0.7
-    for name in ("spearman", "r2", "neg_s_r2", "auroc", "aurc", "excess_aurc"):
-        assert report.scores[name].p_value < 0.01, name
-    for name in ("recall", "ece"):
-        assert np.isnan(report.scores[name].p_value)
+    for name, kind in SCORES.items():
+        if kind.has_null:
+            assert report.scores[name].p_value < 0.01, name
+        else:
+            assert np.isnan(report.scores[name].p_value), name
     assert (report.n_queries, report.n_groups, report.adapter) == (300, 300, "toy")
     assert report.levels.count.tolist() == [30] * 10
     assert report.provenance["versions"]["numpy"] == np.__version__
@@ -86,23 +88,28 @@ def test_same_seed_same_report_and_the_global_state_is_left_alone():
     np.testing.assert_array_equal(np.random.get_state()[1], state)  # noqa: NPY002
 
 
-def test_an_uninformative_uncertainty_is_called_that():
-    """The published, nested bins give −S·R² > .3 in 41 % of such runs, and a mean of +.17."""
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_an_uninformative_uncertainty_is_called_that(protocol):
+    """However levels are made, p-values hold; nested ones make −S·R² > .3 common and lean to the mean recall."""
     random = np.random.default_rng(1)
     values, p_values, covered = [], [], []
-    for run in range(200):
+    named = [name for name, kind in SCORES.items() if kind.has_null]
+    for run in range(100):
         null = result(400, signal=0.0, seed=run)
         null = dataclasses.replace(null, uncertainty=random.random(400), confidence=None)
-        report = calibrate(null, resamples=99, seed=run)
+        report = calibrate(null, protocol=protocol, resamples=99, seed=run)
         values.append(report.scores["neg_s_r2"].value)
-        p_values.append([report.scores[name].p_value for name in ("spearman", "neg_s_r2", "auroc", "aurc")])
+        p_values.append([report.scores[name].p_value for name in named])
         covered.append(report.scores["auroc"].low <= 0.5 <= report.scores["auroc"].high)
-    assert abs(np.mean(values)) < 4 * np.std(values) / np.sqrt(200)
-    assert np.mean(np.array(values) > 0.3) < 0.2
+    if protocol == "equal_count":
+        assert abs(np.mean(values)) < 4 * np.std(values) / np.sqrt(100)
+        assert np.mean(np.array(values) > 0.3) < 0.2
+    elif protocol == "cumulative_width":
+        assert np.mean(np.array(values) > 0.3) > 0.25
     assert np.mean(covered) > 0.88
-    for column in np.array(p_values).T:
-        assert stats.kstest(column, "uniform").pvalue > 1e-3
-        assert np.mean(column <= 0.05) < 0.11
+    for name, column in zip(named, np.array(p_values).T, strict=True):
+        assert stats.kstest(column, "uniform").pvalue > 1e-3, name
+        assert np.mean(column <= 0.05) < 0.11, name
 
 
 def test_captions_of_one_image_count_as_one_draw():
@@ -235,7 +242,38 @@ def test_rank_correlation_null_is_uniform():
     assert stats.kstest(p_values, "uniform").pvalue > 1e-3
 
 
+def test_nested_levels_are_reported_as_they_were_published():
+    row = result(200)
+    report = calibrate(row, levels=5, protocol="cumulative_width", resamples=10)
+    thresholds = np.linspace(row.uncertainty.min(), row.uncertainty.max(), 5)
+    held = [row.uncertainty <= threshold for threshold in thresholds]
+    assert report.levels.count.tolist() == [mask.sum() for mask in held]
+    assert report.levels.count[0] == 1
+    np.testing.assert_allclose(report.levels.recall, [row.correct[mask].mean() for mask in held])
+    np.testing.assert_allclose(report.levels.uncertainty_high, [row.uncertainty[mask].max() for mask in held])
+    flat = report.row()
+    assert (flat["protocol"], flat["levels"], flat["queries_per_level"]) == ("cumulative_width", 5, 1)
+
+
+def test_accuracy_and_coverage_are_read_off_the_most_certain_queries():
+    row = result(300)
+    report = calibrate(row, coverages=(0.1, 1.0), risks=(0.2,), resamples=50)
+    order = np.argsort(row.uncertainty)
+    best = report.accuracy_at_coverage[0.1]
+    assert best.value == pytest.approx(row.correct[order[:30]].mean())
+    assert best.low <= best.value <= best.high
+    assert report.accuracy_at_coverage[1.0].value == pytest.approx(row.correct.mean())
+    running = (1 - row.correct[order]).cumsum() / np.arange(1, 301)
+    share = report.coverage_at_risk[0.2]
+    assert share.value == (np.flatnonzero(running <= 0.2)[-1] + 1) / 300
+    assert share.low <= share.value <= share.high
+
+
 def test_bad_input_is_one_sentence():
+    with pytest.raises(InputError, match="coverages expected shares above 0 and up to 1, got 80"):
+        calibrate(result(), coverages=[80])
+    with pytest.raises(InputError, match="risks expected"):
+        calibrate(result(), risks=[0.0])
     with pytest.raises(InputTypeError, match="run a task first"):
         calibrate([1, 2])
     with pytest.raises(InputError, match="did you mean 'equal_width'"):

@@ -44,6 +44,8 @@ def test_json_round_trip_keeps_nan_and_every_digit(right, tmp_path):
             np.testing.assert_array_equal(getattr(mine, item.name), getattr(theirs, item.name))
     assert after.levels.count.dtype == np.int64
     assert list(after.recall_at) == [1]
+    assert list(after.accuracy_at_coverage) == [0.5, 0.8, 0.9]
+    assert list(after.coverage_at_risk) == [0.01, 0.05, 0.1]
     assert str(after.scores["auroc"]) == str(before.scores["auroc"])
 
 
@@ -52,7 +54,7 @@ def test_row_is_flat():
     assert row["adapter"] == "grove"
     assert (row["direction"], row["protocol"], row["levels"], row["queries"]) == ("t2i", "equal_count", 10, 25)
     assert row["queries_per_level"] == 2
-    for name in ("recall@1", "spearman", "neg_s_r2", "auroc", "aurc", "ece"):
+    for name in ("recall@1", "spearman", "neg_s_r2", "auroc", "aurc", "ece", "accuracy@0.8", "coverage@0.05"):
         assert row[f"{name}_low"] <= row[name] <= row[f"{name}_high"]
     assert 0 < row["auroc_p"] <= 1
     assert "ece_p" not in row

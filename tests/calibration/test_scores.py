@@ -3,11 +3,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from sklearn.calibration import calibration_curve
 from sklearn.linear_model import LinearRegression
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import brier_score_loss, log_loss, r2_score, roc_auc_score
 
 from grove_adapters.calibration import bins
-from grove_adapters.calibration.scores import Blocks, Null, Queries, confidence_bin, rank_correlations
+from grove_adapters.calibration.scores import (
+    SCORES,
+    Blocks,
+    Null,
+    Queries,
+    confidence_bin,
+    equal_mass_bin,
+    rank_correlations,
+)
+
+COVERAGES, RISKS = (0.1, 0.5, 0.8, 1.0), (0.01, 0.1, 0.29, 0.5, 1.0)
 
 
 @st.composite
@@ -29,36 +40,80 @@ def scored(correct, uncertainty, confidence=None, recall_at=None, weights=None, 
     return {name: value[0] for name, value in queries.scored(np.asarray(weights, float)[None]).items()}
 
 
-def definitions(correct, uncertainty, confidence, levels, protocol):
-    """Every score from its definition, with libraries and plain loops."""
+def members(uncertainty, levels, protocol):
+    """(numbers, masks) of the levels that are not empty."""
+    if protocol == "cumulative_width":
+        thresholds = np.linspace(uncertainty.min(), uncertainty.max(), levels)
+        masks = [uncertainty <= threshold for threshold in thresholds]
+    else:
+        level = bins.assign(uncertainty, levels, protocol)
+        masks = [level == number for number in range(levels)]
+    numbers = np.array([number for number, mask in enumerate(masks) if mask.any()])
+    return numbers, [masks[number] for number in numbers]
+
+
+def definitions(correct, uncertainty, levels, protocol):
+    """Every score of correctness and uncertainty from its definition, with libraries and plain loops."""
     n, error = len(correct), 1 - correct
-    level = bins.assign(uncertainty, levels, protocol)
-    present = np.unique(level)
-    recall = np.array([correct[level == number].mean() for number in present]).round(12)
-    out = {"recall": correct.mean(), "spearman": np.nan, "r2": np.nan}
-    if len(present) >= 3 and np.ptp(recall) > 0:
-        out["spearman"] = stats.spearmanr(present, recall).statistic
-        out["r2"] = LinearRegression().fit(present[:, None], recall).score(present[:, None], recall)
+    numbers, masks = members(uncertainty, levels, protocol)
+    recall = np.array([correct[mask].mean() for mask in masks]).round(12)
+    out = dict.fromkeys(("spearman", "pearson", "r2", "r2_identity"), np.nan) | {"recall": correct.mean()}
+    if len(numbers) >= 3 and np.ptp(recall) > 0:
+        out["spearman"] = stats.spearmanr(numbers, recall).statistic
+        out["pearson"] = stats.pearsonr(numbers, recall).statistic
+        out["r2"] = LinearRegression().fit(numbers[:, None], recall).score(numbers[:, None], recall)
+        out["r2_identity"] = r2_score(recall, 1 - numbers / (levels - 1))
     out["neg_s_r2"] = -out["spearman"] * out["r2"]
 
     wrong, right = error.sum(), correct.sum()
     wins = (uncertainty[:, None] > uncertainty) + 0.5 * (uncertainty[:, None] == uncertainty)
     out["auroc"] = (error[:, None] * correct * wins).sum() / (wrong * right) if wrong * right else np.nan
 
-    def area(score):
-        expected = error.copy()  # the mean over all orders of equal scores
+    def risks(score):
+        """Mean error of the n most certain queries for every n, expected over the orders of equal scores."""
+        expected = error.copy()
         for value in np.unique(score):
             expected[score == value] = error[score == value].mean()
-        running = expected[np.argsort(score, kind="stable")].cumsum()
-        return (running / np.arange(1, n + 1)).mean()
+        return expected[np.argsort(score, kind="stable")].cumsum() / np.arange(1, n + 1)
 
-    out["aurc"] = area(uncertainty)
-    out["excess_aurc"] = out["aurc"] - area(error)
-    bin_of = np.minimum((confidence * 15).astype(int), 14)
-    out["ece"] = sum(
-        (bin_of == b).mean() * abs(confidence[bin_of == b].mean() - correct[bin_of == b].mean())
-        for b in np.unique(bin_of)
+    out["aurc"] = risks(uncertainty).mean()
+    out["excess_aurc"] = out["aurc"] - risks(error).mean()
+    kept = [np.flatnonzero(risks(uncertainty) <= risk + 1e-9) for risk in RISKS]
+    out["coverage_at_risk"] = np.array([(rows[-1] + 1) / n if len(rows) else 0 for rows in kept])
+    running = np.append(0, risks(uncertainty) * np.arange(1, n + 1))
+    shares = np.array(COVERAGES) * n
+    out["accuracy_at_coverage"] = 1 - np.interp(shares, np.arange(n + 1), running) / shares
+    return out
+
+
+def confidence_definitions(correct, confidence, width, mass):
+    """Every score of the confidence from its definition; `width` and `mass` are the queries' bins."""
+
+    def parts(bin_of):
+        return [(bin_of == b, confidence[bin_of == b] - correct[bin_of == b]) for b in np.unique(bin_of)]
+
+    certain = np.clip(confidence, np.finfo(float).eps, 1 - np.finfo(float).eps)
+    gaps = [abs(gap.mean()) for _, gap in parts(width)]
+    out = {
+        "ece": sum(mask.mean() * gap for (mask, _), gap in zip(parts(width), gaps, strict=True)),
+        "mce": max(gaps),
+        "ece_equal_mass": sum(mask.mean() * abs(gap.mean()) for mask, gap in parts(mass)),
+        "brier": np.mean((confidence - correct) ** 2),
+        "brier_reliability": sum(mask.mean() * gap.mean() ** 2 for mask, gap in parts(width)),
+        "brier_uncertainty": correct.var(),
+        "nll": -np.mean(correct * np.log(certain) + (1 - correct) * np.log(1 - certain)),
+    }
+    # Stephenson et al.: Murphy's resolution, less the variance of the confidence inside bins, plus twice its
+    # covariance with correctness there
+    resolution = 0.0
+    for mask, _ in parts(width):
+        within = np.cov(confidence[mask], correct[mask], bias=True)
+        resolution += mask.mean() * ((correct[mask].mean() - correct.mean()) ** 2 - within[0, 0] + 2 * within[0, 1])
+    out["brier_resolution"] = resolution
+    square = sum(
+        mask.mean() * (gap.mean() ** 2 - gap.var(ddof=1) / len(gap)) for mask, gap in parts(mass) if len(gap) > 1
     )
+    out["ece_debiased"] = np.sqrt(max(square, 0))
     return out
 
 
@@ -68,11 +123,21 @@ def definitions(correct, uncertainty, confidence, levels, protocol):
 def test_equal_their_definitions_under_any_weights(protocol, sample, levels):
     """Weights mean copies: scoring w copies of each query by the definitions gives the same."""
     correct, uncertainty, confidence, weights = sample
-    got = scored(correct, uncertainty, confidence, weights=weights, levels=levels, protocol=protocol)
+    how = {"levels": levels, "protocol": protocol, "coverages": COVERAGES, "risks": RISKS}
+    got = scored(correct, uncertainty, confidence, weights=weights, **how)
     copies = np.repeat(np.arange(len(weights)), weights)
-    expected = definitions(correct[copies], uncertainty[copies], confidence[copies], levels, protocol)
+    expected = definitions(correct[copies], uncertainty[copies], levels, protocol)
+    bin_of = [np.minimum((confidence * 15).astype(int), 14), bins.assign(confidence, 15)]
+    expected |= confidence_definitions(correct[copies], confidence[copies], *(column[copies] for column in bin_of))
+    assert set(SCORES) <= set(expected)
     for name, value in expected.items():
-        assert got[name] == pytest.approx(value, abs=1e-9, nan_ok=True), name
+        tolerance = 1e-6 if name == "ece_debiased" else 1e-9  # a root, near 0 at times
+        assert got[name] == pytest.approx(value, abs=tolerance, nan_ok=True), name
+    for name, kind in SCORES.items():
+        if np.isfinite(got[name]):
+            assert kind.bounds[0] - 1e-12 <= got[name] <= kind.bounds[1] + 1e-12, name
+    parts = got["brier_reliability"] - got["brier_resolution"] + got["brier_uncertainty"]
+    assert parts == pytest.approx(got["brier"], abs=1e-12)
 
 
 @settings(deadline=None)
@@ -93,6 +158,57 @@ def test_auroc_equals_scikit_learn():
         assert scored(~wrong, uncertainty)["auroc"] == pytest.approx(roc_auc_score(wrong, uncertainty))
 
 
+def test_confidence_scores_equal_scikit_learn():
+    random = np.random.default_rng(0)
+    confidence = random.random(700)
+    correct = (random.random(700) < confidence**2).astype(float)
+    got = scored(correct, random.random(700), confidence)
+    assert got["brier"] == pytest.approx(brier_score_loss(correct, confidence))
+    assert got["nll"] == pytest.approx(log_loss(correct, confidence))
+    for name, strategy in (("ece", "uniform"), ("ece_equal_mass", "quantile")):
+        accuracy, mean = calibration_curve(correct, confidence, n_bins=15, strategy=strategy)
+        bin_of = confidence_bin(confidence, 15) if strategy == "uniform" else equal_mass_bin(confidence, 15)
+        share = np.bincount(bin_of) / 700
+        tolerance = 1e-9 if strategy == "uniform" else 0.01  # its quantiles may put the query at an edge elsewhere
+        assert got[name] == pytest.approx((share * np.abs(accuracy - mean)).sum(), abs=tolerance)
+    wrong_and_certain = scored([0.0, 1.0], [0, 1], np.array([1.0, 1.0]))
+    assert wrong_and_certain["nll"] == pytest.approx(log_loss([0, 1], [1.0, 1.0], labels=[0, 1]))
+
+
+def test_debiased_ece_is_about_zero_for_a_confidence_that_is_right():
+    """The plain one is not: with 20 queries a bin it calls every calibrated model .07 wrong."""
+    random = np.random.default_rng(0)
+    plain, debiased = [], []
+    for _ in range(200):
+        confidence = random.random(300)
+        got = scored(random.random(300) < confidence, confidence, confidence)
+        plain.append(got["ece_equal_mass"])
+        debiased.append(got["ece_debiased"])
+    assert np.mean(plain) > 0.06
+    assert np.median(debiased) < 0.02
+    assert 0.3 < np.mean(np.array(debiased) == 0) < 0.7, "its square is centred at 0"
+    confidence = random.random(20_000)
+    biased = scored(random.random(20_000) < confidence**2, confidence, confidence)
+    assert biased["ece_debiased"] == pytest.approx(np.sqrt(1 / 30), abs=0.01), "∫ (c − c²)² = 1/30"
+
+
+def test_equal_mass_bins_never_tear_equal_confidences_apart():
+    confidence = np.array([0.5] * 7 + [0.1, 0.2, 0.9])
+    bin_of = equal_mass_bin(confidence, 5)
+    assert len(set(bin_of[:7])) == 1
+    assert (np.diff(bin_of[np.argsort(confidence)]) >= 0).all()
+    assert equal_mass_bin(confidence, 1).tolist() == [0] * 10
+
+
+def test_coverage_at_risk_counts_whole_queries():
+    correct = np.array([1.0, 1, 1, 0, 1, 1, 1, 1, 1, 0])
+    got = scored(correct, np.arange(10), risks=(0.01, 0.12, 0.2, 1.0))["coverage_at_risk"]
+    assert got.tolist() == [0.3, 0.9, 1.0, 1.0]
+    tied = scored(correct, np.zeros(10), risks=(0.19, 0.2))["coverage_at_risk"]
+    assert tied.tolist() == [0, 1]
+    assert scored([0.0, 0.0], [1, 2], risks=(0.5,))["coverage_at_risk"].tolist() == [0]
+
+
 def test_perfect_and_reversed_uncertainty():
     correct = np.repeat([1.0, 0.0], [60, 40])
     best = scored(correct, np.arange(100))
@@ -101,6 +217,8 @@ def test_perfect_and_reversed_uncertainty():
     worst = scored(correct, -np.arange(100))
     assert worst["auroc"] == 0
     assert worst["spearman"] == pytest.approx(-best["spearman"])
+    ideal = np.concatenate([np.repeat([1.0, 0.0], [9 - i, i]) for i in range(10)])
+    assert scored(ideal, np.repeat(range(10), 9))["r2_identity"] == pytest.approx(1)
     straight = scored(np.concatenate([np.repeat([1.0, 0.0], [10 - i, i]) for i in range(10)]), np.repeat(range(10), 10))
     assert (straight["spearman"], straight["r2"], straight["neg_s_r2"]) == pytest.approx((-1, 1, 1))
 
@@ -108,7 +226,7 @@ def test_perfect_and_reversed_uncertainty():
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_all_right_or_all_wrong_is_undefined_not_zero(value):
     got = scored(np.full(30, value), np.arange(30), np.full(30, 1.0))
-    for name in ("spearman", "r2", "neg_s_r2", "auroc"):
+    for name in ("spearman", "pearson", "r2", "r2_identity", "neg_s_r2", "auroc"):
         assert np.isnan(got[name]), name
     assert got["aurc"] == pytest.approx(1 - value)
     assert got["excess_aurc"] == pytest.approx(0)
@@ -152,7 +270,7 @@ def test_risk_follows_the_most_certain_queries(sample):
     correct, uncertainty, _, _ = sample
     queries = Queries.of(correct, uncertainty)
     risk = queries.scored(np.ones((1, len(correct))))["risk"][0]
-    coverage, optimal = queries.coverages, queries.optimal_risk()
+    coverage, optimal = queries.curve_coverages, queries.optimal_risk()
     assert coverage[-1] == 1
     assert risk[-1] == pytest.approx(1 - correct.mean())
     assert (optimal <= risk + 1e-12).all()
