@@ -1,7 +1,8 @@
 """What people do with posteriors: each task reads them and returns a `TaskResult`, one row a query."""
 
+from grove_adapters.tasks.absence import retrieve_absent
 from grove_adapters.tasks.base import TaskResult
 from grove_adapters.tasks.index import Neighbours, search
 from grove_adapters.tasks.retrieval import retrieve
 
-__all__ = ["Neighbours", "TaskResult", "retrieve", "search"]
+__all__ = ["Neighbours", "TaskResult", "retrieve", "retrieve_absent", "search"]

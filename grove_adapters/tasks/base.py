@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,11 +90,42 @@ class TaskResult:
     def __len__(self) -> int:
         return len(self.correct)
 
-    def to_frame(self) -> pd.DataFrame:
-        """One row a query: id, correct, uncertainty, confidence, recall@k, group, and the (Q,) arrays of `detail`.
+    @property
+    def query_detail(self) -> dict[str, np.ndarray]:
+        """The arrays of `detail` that have one row a query.
 
-        Entries of `detail` whose names begin with ``gallery_`` speak of the gallery, which may be as large.
+        Those are the ones of length Q, but for names that begin with ``gallery_``: a gallery may be as large.
         """
+        return {
+            name: value
+            for name, value in self.detail.items()
+            if isinstance(value, np.ndarray)
+            and value.shape[:1] == self.correct.shape
+            and not name.startswith("gallery_")
+        }
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> TaskResult:
+        """The given queries as a result of their own; the gallery stays as it was.
+
+        Raises:
+            InputError: Rows out of range, or none.
+        """
+        index = np.asarray(rows, dtype=np.int64)
+        _checks.rows_in_range(index, len(self), what=f"{self.task} result")
+        return dataclasses.replace(
+            self,
+            ids=self.ids[index],
+            correct=self.correct[index],
+            uncertainty=self.uncertainty[index],
+            confidence=None if self.confidence is None else self.confidence[index],
+            recall_at={k: hits[index] for k, hits in self.recall_at.items()},
+            groups=None if self.groups is None else self.groups[index],
+            detail={**self.detail, **{name: value[index] for name, value in self.query_detail.items()}},
+            provenance={**self.provenance, "n_queries": len(index)},
+        )
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row a query: id, correct, uncertainty, confidence, recall@k, group, and `query_detail` if (Q,)."""
         import pandas as pd
 
         columns: dict[str, Any] = {"id": self.ids, "correct": self.correct, "uncertainty": self.uncertainty}
@@ -103,12 +135,7 @@ class TaskResult:
         if self.groups is not None:
             columns["group"] = self.groups
         one_a_query = {
-            name: value
-            for name, value in self.detail.items()
-            if isinstance(value, np.ndarray)
-            and value.shape == self.correct.shape
-            and name not in columns
-            and not name.startswith("gallery_")
+            name: value for name, value in self.query_detail.items() if value.ndim == 1 and name not in columns
         }
         return pd.DataFrame(columns | one_a_query)
 

@@ -48,7 +48,7 @@ def match_uncertainty(name: str, signals: dict[str, np.ndarray]) -> np.ndarray:
     return 1 - signals[name.removeprefix("one_minus_")]
 
 
-def kl_to_marginal(
+def marginal_signals(
     queries: Gaussians,
     gallery: Gaussians,
     found: Neighbours,
@@ -57,11 +57,11 @@ def kl_to_marginal(
     query_block: int = QUERY_BLOCK,
     gallery_block: int = GALLERY_BLOCK,
     progress: bool = False,
-) -> np.ndarray:
-    """(Q,) KL(p(· | q) ‖ p̄), where p̄ is the mean of the match distributions of these queries.
+) -> dict[str, np.ndarray]:
+    """Signals against the marginal p̄, the mean of the match distributions of these queries.
 
-    Gallery items that are close to everything ("hubs") have a large p̄ and say little about a query that finds them.
-    Costs two more passes over the tiles; the mean over queries is the mutual information of query and answer.
+    Gallery items that are close to everything ("hubs") have a large p̄, and a query that finds one has learnt little.
+    Costs two more passes over the tiles.
 
     Args:
         queries: Q distributions.
@@ -71,6 +71,10 @@ def kl_to_marginal(
         query_block: Queries scored together.
         gallery_block: Gallery items scored together.
         progress: Show a bar over query blocks of each pass.
+
+    Returns:
+        (Q,) float64 arrays: ``match_kl``, KL(p(· | q) ‖ p̄) in nats, whose mean is the mutual information of query and
+        answer; ``answer_hubness``, log G p̄ at the first answer, 0 for an item that draws its equal share.
     """
 
     def log_match() -> Iterator[tuple[slice, slice, torch.Tensor]]:
@@ -97,4 +101,7 @@ def kl_to_marginal(
         weight = tile.exp()
         terms = torch.where(weight > 0, weight * (tile - log_marginal[columns].to(tile.device)), 0)
         divergence[rows] += terms.sum(1).cpu().numpy()
-    return np.maximum(divergence, 0)
+    return {
+        "match_kl": np.maximum(divergence, 0),
+        "answer_hubness": log_marginal.numpy()[found.rows[:, 0]] + np.log(gallery.size),
+    }

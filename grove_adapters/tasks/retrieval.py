@@ -8,15 +8,14 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from grove_adapters import _checks
-from grove_adapters.embeddings import link_rows
 from grove_adapters.errors import InputError, InputTypeError, SourceMismatchError
 from grove_adapters.posterior import ProbabilisticEmbedding
 from grove_adapters.similarity import SIMILARITIES, Gaussians, gaussians, paired
 from grove_adapters.tasks.base import TaskResult
 from grove_adapters.tasks.index import search
-from grove_adapters.tasks.matching import MATCH_UNCERTAINTIES, kl_to_marginal, match_signals, match_uncertainty
+from grove_adapters.tasks.matching import MATCH_UNCERTAINTIES, marginal_signals, match_signals, match_uncertainty
+from grove_adapters.tasks.truth import Direction, Truth
 
-Direction = Literal["i2t", "t2i"]
 RankBy = Literal["posterior", "backbone"]
 UncertaintyOf = Literal[
     "auto",
@@ -49,7 +48,7 @@ def retrieve(
     temperature: float | None = None,
     marginal: Literal["uniform", "empirical"] = "uniform",
     k: int | Sequence[int] = (1, 5, 10),
-    unmatched: Literal["raise", "drop"] = "raise",
+    unmatched: Literal["raise", "drop", "keep"] = "raise",
     progress: bool = False,
 ) -> TaskResult:
     """Rank the whole gallery for every query and see whether a true match comes first.
@@ -77,7 +76,8 @@ def retrieve(
         marginal: What ``match_kl`` is the divergence from: ``"uniform"`` over the gallery, or ``"empirical"``, the mean
             match distribution of the queries, which takes two more passes over the gallery.
         k: Depths of recall@k; the first answer alone decides `TaskResult.correct`.
-        unmatched: Queries without any true match in the gallery: ``"raise"``, or ``"drop"`` them and count them.
+        unmatched: Queries without any true match in the gallery: ``"raise"``, ``"drop"`` them and count them, or
+            ``"keep"`` them, whose every answer is wrong.
         progress: Show a bar.
 
     Returns:
@@ -85,15 +85,18 @@ def retrieve(
         temperature × similarity over the whole gallery; None without a temperature. `groups` holds, for texts, the row
         of the first image they are linked to. `detail` holds
 
-        * ``top`` (Q, K) gallery rows and ``top_scores`` (Q, K) for the largest k, ``n_matches`` (Q,) true matches;
+        * for the largest k, (Q, K) ``top`` gallery rows, ``top_scores``, ``top_correct`` (true matches) and, where
+          there is a temperature, ``top_probabilities``;
         * where there is a temperature, (Q,) ``match_entropy`` in nats, ``match_kl``, the divergence from the marginal
-          in nats, and ``match_margin``, the largest minus the second largest probability;
-        * (Q,) ``query_uncertainty`` and ``answer_uncertainty``, those of the query's and the first answer's posterior;
-        * ``gallery_ids`` (G,), ``unmatched`` (how many queries were dropped) and ``unmatched_ids``.
+          in nats, ``match_margin``, the largest minus the second largest probability, and, with the empirical
+          marginal, ``answer_hubness``, log G p̄ at the first answer: large for items that answer to everything;
+        * (Q,) ``n_matches`` true matches, ``query_uncertainty`` and ``answer_uncertainty``, those of the query's and
+          the first answer's posterior;
+        * ``gallery_ids`` (G,), ``unmatched`` (how many queries have no true match) and ``unmatched_ids``.
 
     Raises:
-        InputError: Swapped modalities, rows out of range, another width, queries without a match, no backbone, or no
-            temperature where the match distribution is asked for.
+        InputError: Swapped modalities, rows out of range, another width, queries without a match, no backbone, no
+            temperature where the match distribution is asked for, no true match where its distance is.
         SourceMismatchError: Images and texts come from different models.
 
     Source: GroVE sec. 4; Recall@k counts any true match, as ECCV Caption does. The deterministic baseline's published
@@ -105,28 +108,26 @@ def retrieve(
     _checks.choice(similarity, ("auto", *SIMILARITIES), what="similarity")
     _checks.choice(uncertainty, get_args(UncertaintyOf), what="uncertainty")
     _checks.choice(marginal, ("uniform", "empirical"), what="marginal")
-    _checks.choice(unmatched, ("raise", "drop"), what="unmatched")
+    _checks.choice(unmatched, ("raise", "drop", "keep"), what="unmatched")
     depths = sorted({_checks.count(depth, what="k") for depth in ([k] if isinstance(k, int) else k)})
     if not depths:
         raise InputError("k expected at least one depth, got none; give for example k=(1, 5, 10)")
 
-    columns = [0, 1] if direction == "i2t" else [1, 0]
     queries, gallery = (images, texts) if direction == "i2t" else (texts, images)
-    links = link_rows(links, len(images), len(texts), what="links")[:, columns]
-    if positives is None:
-        matches = np.unique(links, axis=0)
-    else:
-        positives = link_rows(positives, len(images), len(texts), what="positives")[:, columns]
-        matches = np.unique(np.concatenate([links, positives]), axis=0)
-    n_matches = np.bincount(matches[:, 0], minlength=len(queries))
-    asked = np.flatnonzero(n_matches)
-    if len(asked) < len(queries) and (unmatched == "raise" or not len(asked)):
-        first = np.flatnonzero(n_matches == 0)[0]
+    truth = Truth.of(links, positives, direction, len(images), len(texts))
+    unanswerable = np.flatnonzero(truth.n_matches == 0)
+    if len(unanswerable) and (unmatched == "raise" or (unmatched == "drop" and len(unanswerable) == len(queries))):
         raise InputError(
-            f"{direction} retrieval expected a true match in the gallery for every query, got "
-            f"{len(queries) - len(asked)} of {len(queries)} {queries.modality}s without one (first: "
-            f"{str(queries.ids[first])!r}); add their links or pass unmatched='drop'"
+            f"{direction} retrieval expected a true match in the gallery for every query, got {len(unanswerable)} of "
+            f"{len(queries)} {queries.modality}s without one (first: {str(queries.ids[unanswerable[0]])!r}); add their "
+            "links or pass unmatched='drop' or 'keep'"
         )
+    if len(unanswerable) and unmatched == "keep" and uncertainty == "true_pair_distance":
+        raise InputError(
+            "uncertainty='true_pair_distance' expected queries with a true match, got unmatched='keep' and "
+            f"{len(unanswerable)} without one; pass unmatched='drop'"
+        )
+    asked = np.arange(len(queries)) if unmatched == "keep" else np.flatnonzero(truth.n_matches)
 
     gallery_aware = queries.gallery_aware or gallery.gallery_aware
     if similarity == "auto":
@@ -151,12 +152,11 @@ def retrieve(
         temperature=temperature,
         progress=progress,
     )
-    top, top_scores = found.rows[:, : depths[-1]], found.scores[:, : depths[-1]]
-    keys = matches[:, 0] * len(gallery) + matches[:, 1]
-    hits = np.isin(asked[:, None] * len(gallery) + top, keys).astype(np.float64)
+    top = found.rows[:, : depths[-1]]
+    true = np.isin(asked[:, None] * len(gallery) + top, truth.matches @ [len(gallery), 1])
     signals = {} if temperature is None else match_signals(found, len(gallery))
     if marginal == "empirical":
-        signals["match_kl"] = kl_to_marginal(query_side, gallery_side, found, similarity=similarity, progress=progress)
+        signals |= marginal_signals(query_side, gallery_side, found, similarity=similarity, progress=progress)
     own, of_gallery = (side.uncertainty.detach().cpu().double().numpy() for side in (queries, gallery))
     if uncertainty == "posterior":
         uncertain = own[asked]
@@ -169,28 +169,34 @@ def retrieve(
         uncertain = 1 - nearest.scores[:, 0]
     else:
         uncertain = _true_pair_distance(
-            _ranked(queries, rank_by, "cosine"), _ranked(gallery, rank_by, "cosine"), matches
+            _ranked(queries, rank_by, "cosine"), _ranked(gallery, rank_by, "cosine"), truth.matches
         )[asked]
     detail: dict[str, Any] = {
         "top": top,
-        "top_scores": top_scores,
-        "n_matches": n_matches[asked],
+        "top_scores": found.scores[:, : depths[-1]],
+        "top_correct": true,
+        "n_matches": truth.n_matches[asked],
         **{name: values for name, values in signals.items() if name != "confidence"},
         "query_uncertainty": own[asked],
         "answer_uncertainty": of_gallery[top[:, 0]],
         "gallery_ids": np.asarray(gallery.ids),
-        "unmatched": len(queries) - len(asked),
-        "unmatched_ids": [str(name) for name in np.asarray(queries.ids)[n_matches == 0]],
+        "unmatched": len(unanswerable),
+        "unmatched_ids": [str(name) for name in np.asarray(queries.ids)[unanswerable]],
     }
+    if found.probabilities is not None:
+        detail["top_probabilities"] = found.probabilities[:, : depths[-1]]
+    groups = None
+    if direction == "t2i":  # texts without any image stand alone
+        groups = np.where(truth.partner < 0, len(gallery) + np.arange(len(queries)), truth.partner)[asked]
     return TaskResult(
         task="retrieval",
         direction=direction,
         ids=np.asarray(queries.ids)[asked],
-        correct=hits[:, 0],
+        correct=true[:, 0],
         uncertainty=uncertain,
         confidence=signals.get("confidence"),
-        recall_at={depth: hits[:, :depth].max(1) for depth in depths},
-        groups=None if direction == "i2t" else _first_partner(len(queries), matches, np.unique(links, axis=0))[asked],
+        recall_at={depth: true[:, :depth].max(axis=1) for depth in depths},
+        groups=groups,
         detail=detail,
         provenance={
             "rank_by": rank_by,
@@ -250,14 +256,6 @@ def _temperature(similarity: str, logit_scale: float | None) -> float | None:
     if logit_scale is None or similarity not in NATS_PER_LOGIT:
         return None
     return logit_scale * NATS_PER_LOGIT[similarity]
-
-
-def _first_partner(n: int, *pairs: np.ndarray) -> np.ndarray:
-    """(n,) first gallery row paired with each query; later lists of sorted pairs overrule earlier ones."""
-    first = np.full(n, -1)
-    for rows in pairs:
-        first[rows[::-1, 0]] = rows[::-1, 1]  # of several writes the last one stays, which is the lowest row
-    return first
 
 
 def _true_pair_distance(queries: Gaussians, gallery: Gaussians, matches: np.ndarray) -> np.ndarray:

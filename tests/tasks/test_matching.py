@@ -13,7 +13,7 @@ from grove_adapters.posterior import GaussianEmbedding
 from grove_adapters.similarity import gaussians
 from grove_adapters.tasks import TaskResult, retrieve, search
 from grove_adapters.tasks.index import Softmax
-from grove_adapters.tasks.matching import MATCH_UNCERTAINTIES, kl_to_marginal, match_signals
+from grove_adapters.tasks.matching import MATCH_UNCERTAINTIES, marginal_signals, match_signals
 
 SCALES = {"cosine": 30.0, "csd": 15.0, "wasserstein2": 15.0, "expected_likelihood": 1.0, "kl": 0.01}
 
@@ -39,18 +39,20 @@ def dense(name, q, g, temperature):
         "match_kl": (p * (log_p + np.log(p.shape[1]))).sum(1),
         "match_margin": ranked[:, 0] - ranked[:, 1],
         "to_marginal": (p * (log_p - p.mean(0).log())).sum(1),
+        "answer_hubness": (p.mean(0) * p.shape[1]).log()[p.argmax(1)],
     }
 
 
 @pytest.mark.parametrize("name", SCALES)
 @pytest.mark.parametrize("distinct", [None, 30, 1])
-@pytest.mark.parametrize("blocks", [(4, 31), (512, 4096), (1, 1)])
+@pytest.mark.parametrize("blocks", [(4, 31), (512, 4096), (3, 8)])
 def test_streamed_signals_equal_the_dense_softmax(name, distinct, blocks):
     q, g = distributions(9, 12, 0), distributions(70, 12, 1, distinct)
     settings = {"query_block": blocks[0], "gallery_block": blocks[1]}
     found = search(q, g, k=2, similarity=name, temperature=SCALES[name], **settings)
     streamed = match_signals(found, 70)
-    streamed["to_marginal"] = kl_to_marginal(gaussians(q), gaussians(g), found, similarity=name, **settings)
+    against = marginal_signals(gaussians(q), gaussians(g), found, similarity=name, **settings)
+    streamed |= {"to_marginal": against["match_kl"], "answer_hubness": against["answer_hubness"]}
     for signal, expected in dense(name, q, g, SCALES[name]).items():
         np.testing.assert_allclose(streamed[signal], expected, rtol=1e-10, atol=1e-10, err_msg=signal)
 
@@ -61,13 +63,9 @@ def test_memory_maps_give_the_signals_of_the_array(tmp_path):
     gallery = np.load(tmp_path / "gallery.npy", mmap_mode="r")
     found = search(q[0], gallery, k=2, similarity="cosine", temperature=30.0, query_block=3, gallery_block=16)
     streamed = match_signals(found, 50)
-    streamed["to_marginal"] = kl_to_marginal(
-        gaussians(q[0], need_variance=False),
-        gaussians(gallery, need_variance=False),
-        found,
-        similarity="cosine",
-        gallery_block=16,
-    )
+    sides = [gaussians(side, need_variance=False) for side in (q[0], gallery)]
+    against = marginal_signals(*sides, found, similarity="cosine", gallery_block=16)
+    streamed |= {"to_marginal": against["match_kl"], "answer_hubness": against["answer_hubness"]}
     for signal, expected in dense("cosine", q[0], g[0].double(), 30.0).items():
         np.testing.assert_allclose(streamed[signal], expected, rtol=1e-10, atol=1e-10, err_msg=signal)
 
@@ -98,7 +96,7 @@ def test_the_mean_kl_to_the_empirical_marginal_is_the_mutual_information():
     found = search(q, g, k=2, temperature=20.0)
     p = (20 * similarity.csd(q, g)).softmax(1)
     information = torch.special.entr(p.mean(0)).sum() - torch.special.entr(p).sum(1).mean()
-    kl = kl_to_marginal(gaussians(q), gaussians(g), found, similarity="csd")
+    kl = marginal_signals(gaussians(q), gaussians(g), found, similarity="csd")["match_kl"]
     assert kl.mean() == pytest.approx(float(information), abs=1e-10)
 
 
@@ -168,7 +166,9 @@ def test_the_marginal_is_uniform_or_that_of_the_queries(world):
     expected = dense("csd", images, texts, 15.0)
     np.testing.assert_allclose(result.detail["match_kl"], expected["to_marginal"], rtol=1e-10)
     np.testing.assert_allclose(result.uncertainty, -expected["to_marginal"], rtol=1e-10)
+    np.testing.assert_allclose(result.detail["answer_hubness"], expected["answer_hubness"], rtol=1e-10)
     uniform = retrieve(images, texts, links=links)
+    assert "answer_hubness" not in uniform.detail
     np.testing.assert_allclose(uniform.detail["match_kl"] + uniform.detail["match_entropy"], np.log(40), rtol=1e-12)
 
 

@@ -67,6 +67,16 @@ def test_recall_equals_the_dense_definition(world, direction, name):
     assert result.detail["gallery_ids"].tolist() == gallery.ids.tolist()
 
 
+def test_the_first_answers_come_with_their_truth_and_probability(world):
+    images, texts, links = world
+    result = retrieve(images, texts, links=links, similarity="cosine", k=(1, 4))
+    truth, top = match_matrix(30, 60, links).toarray(), result.detail["top"]
+    np.testing.assert_array_equal(result.detail["top_correct"], np.take_along_axis(truth, top, 1))
+    expected = (20 * similarity.cosine(images, texts)).double().softmax(1).numpy()
+    np.testing.assert_allclose(result.detail["top_probabilities"], np.take_along_axis(expected, top, 1), rtol=1e-4)
+    assert "top_probabilities" not in retrieve(images, texts, links=links, similarity="js").detail
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 10_000), st.sampled_from(["i2t", "t2i"]))
 def test_any_true_match_counts_under_random_many_to_many_truth(seed, direction):
@@ -175,6 +185,16 @@ def test_queries_without_a_match_are_refused_by_default(world):
     dropped = retrieve(images, texts, links=links[:56], unmatched="drop")
     assert len(dropped) == 28
     assert dropped.detail["unmatched_ids"] == ["image28", "image29"]
+    kept = retrieve(images, texts, links=links[:56], unmatched="keep")
+    assert len(kept) == 30
+    assert kept.correct[28:].tolist() == [0, 0]
+    np.testing.assert_array_equal(kept.correct[:28], dropped.correct)
+    assert kept.detail["unmatched_ids"] == ["image28", "image29"]
+    assert kept.detail["n_matches"][28:].tolist() == [0, 0]
+    captions = retrieve(images, texts, links=links[:56], direction="t2i", unmatched="keep")
+    assert len(set(captions.groups)) == 28 + 4  # captions without an image stand alone
+    with pytest.raises(InputError, match="'true_pair_distance' expected queries with a true match"):
+        retrieve(images, texts, links=links[:56], unmatched="keep", uncertainty="true_pair_distance")
     with pytest.raises(InputError, match="30 of 30"):
         retrieve(images, texts, links=links[:0], unmatched="drop")
 

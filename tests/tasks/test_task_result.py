@@ -103,3 +103,21 @@ def test_other_files_are_refused(tmp_path):
         TaskResult.load(tmp_path / "other.safetensors")
     with pytest.raises(UnreadableError, match="got none"):
         TaskResult.load(tmp_path / "absent.safetensors")
+
+
+def test_take_cuts_what_belongs_to_queries_and_leaves_the_gallery():
+    before = result(detail={"top": np.arange(6).reshape(3, 2), "gallery_ids": np.array(["x", "y", "z"]), "note": "n"})
+    after = before.take([2, 0])
+    assert after.ids.tolist() == ["c", "a"]
+    assert after.correct.tolist() == [1, 1]
+    assert after.uncertainty.tolist() == pytest.approx([0.3, 0.1])
+    assert after.groups.tolist() == [9, 4]
+    assert after.recall_at[1].tolist() == [1, 1]
+    assert after.detail["top"].tolist() == [[4, 5], [0, 1]]
+    assert after.detail["gallery_ids"].tolist() == ["x", "y", "z"]
+    assert after.detail["note"] == "n"
+    assert set(before.query_detail) == {"top"}
+    with pytest.raises(InputError, match="rows from 0 to 2"):
+        before.take([3])
+    with pytest.raises(InputError, match="at least one query"):
+        before.take([])
