@@ -1,6 +1,17 @@
 """How far an uncertainty can be trusted: levels, scores, intervals, and the report that holds them."""
 
+from grove_adapters.calibration.comparison import Comparison, compare
 from grove_adapters.calibration.measure import calibrate, rank_correlation
 from grove_adapters.calibration.report import CalibrationReport, Levels, Reliability, RiskCoverage, Score
 
-__all__ = ["CalibrationReport", "Levels", "Reliability", "RiskCoverage", "Score", "calibrate", "rank_correlation"]
+__all__ = [
+    "CalibrationReport",
+    "Comparison",
+    "Levels",
+    "Reliability",
+    "RiskCoverage",
+    "Score",
+    "calibrate",
+    "compare",
+    "rank_correlation",
+]

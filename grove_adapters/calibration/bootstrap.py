@@ -105,6 +105,26 @@ def p_value(null: np.ndarray, value: float, *, larger_is_better: bool) -> float:
     return float((1 + (~worse).sum()) / (1 + len(null)))
 
 
+def difference_p_value(draws: np.ndarray, value: float) -> float:
+    """Two-sided bootstrap p-value of "no difference", at most as small as `interval` allows.
+
+    It is twice the share of resampled differences on the other side of zero, of the resamples as they are and with
+    their median moved onto the value, whichever is larger: small exactly where `interval` keeps clear of zero.
+
+    Args:
+        draws: (R,) resampled differences; undefined ones (NaN) are left out.
+        value: The difference itself.
+    """
+    draws = draws[np.isfinite(draws)]
+    if not np.isfinite(value) or not len(draws):
+        return np.nan
+    p = 0.0
+    for sample in (draws, draws + (value - np.median(draws))):
+        side = min((1 + (sample <= 0).sum()), (1 + (sample >= 0).sum()))
+        p = max(p, 2 * side / (1 + len(sample)))
+    return float(min(p, 1.0))
+
+
 def _block_sizes(total: int, width: int) -> Iterator[int]:
     size = max(1, BLOCK // width)
     for start in range(0, total, size):
