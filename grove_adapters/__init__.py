@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from grove_adapters import calibration, datasets, extract, plots, similarity, tasks, testing
     from grove_adapters.adapters import Adapter, create_adapter, list_adapters, load_adapter
     from grove_adapters.calibration import CalibrationReport, calibrate
-    from grove_adapters.embeddings import Embeddings, Pairs, Source
+    from grove_adapters.embeddings import Embeddings, Pairs, Projection, Source
     from grove_adapters.posterior import (
         GaussianEmbedding,
         GeneralizedGaussianEmbedding,
@@ -39,6 +39,7 @@ _HOMES = {
     "GeneralizedGaussianEmbedding": "posterior",
     "Pairs": "embeddings",
     "ProbabilisticEmbedding": "posterior",
+    "Projection": "embeddings",
     "SampledEmbedding": "posterior",
     "Source": "embeddings",
     "calibrate": "calibration",
@@ -53,6 +54,7 @@ __all__ = [  # noqa: RUF022  the order of the stages
     "Embeddings",
     "Pairs",
     "Source",
+    "Projection",
     "Adapter",
     "create_adapter",
     "list_adapters",

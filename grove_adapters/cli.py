@@ -188,6 +188,7 @@ def _extract(commands: Any) -> None:
     _device(model)
     how = parser.add_argument_group("how")
     how.add_argument("--views", type=int, default=0, metavar="K", help="seeded augmentations of each item, for ttda")
+    how.add_argument("--features", action="store_true", help="keep what the last linear layers read, for laplace")
     how.add_argument("--batch-size", type=int, default=32, metavar="N", help="images encoded at once")
     how.add_argument("--workers", type=int, metavar="N", help="processes that decode images (default: chosen by cores)")
     how.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="element type on disk")
@@ -218,6 +219,7 @@ def _run_extract(arguments: argparse.Namespace) -> None:
         num_workers=arguments.workers,
         on_error=arguments.on_error,
         dtype=arguments.dtype,
+        features=arguments.features,
         progress=not arguments.quiet,
     )
     if store.reused:

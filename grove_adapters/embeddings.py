@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Modality = Literal["image", "text"]
 MODALITIES: tuple[Modality, Modality] = ("image", "text")
+FEATURES_TOLERANCE = 0.05  # between unit vectors; half precision rounds to about .01, a wrong layer is off by about 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +121,58 @@ def as_float32(block: Any, device: str | torch.device = "cpu") -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
+class Projection:
+    """The last linear layer of an encoder, g = W φ + b, which makes embeddings g of features φ.
+
+    Attributes:
+        weight: (D, F) float32 array W.
+        bias: (D,) float32 array b, or None.
+
+    Raises:
+        InputError: Wrong shapes, NaN or infinity.
+    """
+
+    weight: np.ndarray
+    bias: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        weight = as_float32(self.weight).numpy()
+        if weight.ndim != 2 or 0 in weight.shape:
+            raise InputError(f"projection expected a weight of shape (D, F), got {weight.shape}")
+        _checks.finite(weight, what="weight of the projection")
+        object.__setattr__(self, "weight", weight)
+        if self.bias is not None:
+            bias = as_float32(self.bias).numpy()
+            if bias.shape != weight.shape[:1]:
+                raise InputError(f"projection expected a bias of shape {weight.shape[:1]}, got {bias.shape}")
+            _checks.finite(bias, what="bias of the projection")
+            object.__setattr__(self, "bias", bias)
+
+    @property
+    def dim(self) -> int:
+        """D, the width of the embeddings."""
+        return int(self.weight.shape[0])
+
+    @property
+    def width(self) -> int:
+        """F, the number of features that the layer reads."""
+        return int(self.weight.shape[1])
+
+    def apply(self, features: torch.Tensor) -> torch.Tensor:
+        """(B, D) embeddings W φ + b, not normalised, in the type and on the device of the features.
+
+        Args:
+            features: (B, F) φ; or (B, F + D), where the encoder adds something to the layer's output that goes past
+                the layer (a residual connection), with what it adds in the last D columns.
+        """
+        weight = torch.as_tensor(self.weight).to(features)
+        output = features[:, : self.width] @ weight.T
+        if self.bias is not None:
+            output = output + torch.as_tensor(self.bias).to(features)
+        return output + features[:, self.width :] if features.shape[1] > self.width else output
+
+
+@dataclass(frozen=True, eq=False)
 class Embeddings:
     """N frozen embeddings of one modality.
 
@@ -129,9 +182,13 @@ class Embeddings:
         modality: ``"image"`` or ``"text"``.
         source: The model that made them.
         views: (N, K, D) embeddings of K seeded augmentations of each item, or None.
+        features: (N, F) inputs φ of the encoder's last linear layer for the item itself (not for its views), or
+            (N, F + D) as `Projection.apply` takes them, or None.
+        projection: That layer; goes with `features`.
 
     Raises:
-        InputError: Wrong shapes, NaN or infinite or all-zero rows, duplicate ids.
+        InputError: Wrong shapes, NaN or infinite or all-zero rows, duplicate ids, or features that the projection
+            does not map to the embeddings.
         InputTypeError: `values` is no floating-point array.
     """
 
@@ -140,6 +197,8 @@ class Embeddings:
     modality: Modality = field(kw_only=True)
     source: Source = field(kw_only=True, default_factory=lambda: Source(model="unknown"))
     views: Any = field(kw_only=True, default=None)
+    features: Any = field(kw_only=True, default=None)
+    projection: Projection | None = field(kw_only=True, default=None)
     trusted: dataclasses.InitVar[bool] = field(kw_only=True, default=False)
 
     def __post_init__(self, trusted: bool) -> None:
@@ -157,6 +216,34 @@ class Embeddings:
             _checks.same_rows(len(self.values), len(views), what=f"views of {what}")
             _checks.same_dim(self.dim, int(views.shape[-1]), what=f"views of {what}")
             _checks.finite(views, what=f"views of {what}", ids=self.ids)
+        if self.features is not None or self.projection is not None:
+            self._check_features(f"features of {what}")
+
+    def _check_features(self, what: str) -> None:
+        if self.features is None or self.projection is None:
+            raise InputError(f"{what} expected features= and projection= together, got one of them; give both")
+        features = _float_array(self.features, ndim=2, what=what)
+        object.__setattr__(self, "features", features)
+        _checks.same_rows(len(self.values), len(features), what=what)
+        _checks.finite(features, what=what, ids=self.ids)
+        projection = self.projection
+        _checks.same_dim(self.dim, projection.dim, what=what, got_from=" from the projection")
+        if features.shape[1] not in (projection.width, projection.width + projection.dim):
+            raise InputError(
+                f"{what} expected {projection.width} columns as the projection reads, or {projection.dim} more for "
+                f"what is added to its output, got {features.shape[1]}; give the inputs of that very layer"
+            )
+        few = slice(0, min(len(self), 256))
+        made, found = (
+            torch.nn.functional.normalize(vectors, dim=1)
+            for vectors in (projection.apply(as_float32(features[few])), as_float32(self.values[few]))
+        )
+        error = float((made - found).norm(dim=1).max())
+        if error > FEATURES_TOLERANCE:
+            raise InputError(
+                f"{what} expected the projection to map them to the embeddings, got directions that differ by up to "
+                f"{error:.2g}; check that weight is (D, F), that the bias is given, and that rows are in one order"
+            )
 
     def __len__(self) -> int:
         return len(self.values)
@@ -170,6 +257,11 @@ class Embeddings:
     def n_views(self) -> int:
         """K, the number of stored views of each item; 0 where there are none."""
         return 0 if self.views is None else int(self.views.shape[1])
+
+    @property
+    def n_features(self) -> int:
+        """Columns of the stored features; 0 where there are none."""
+        return 0 if self.features is None else int(self.features.shape[1])
 
     def rows(self, ids: Sequence[str] | np.ndarray) -> np.ndarray:
         """(n,) row numbers of the given ids, in their order.
@@ -193,10 +285,15 @@ class Embeddings:
         """The given rows as embeddings of their own; rows of a memory map stay on disk."""
         rows = np.asarray(rows, dtype=np.int64)
         _checks.rows_in_range(rows, len(self), what=f"{self.modality} embeddings")
-        views = None if self.views is None else take_rows(self.views, rows)
-        ids = np.asarray(self.ids)[rows]
         return Embeddings(
-            take_rows(self.values, rows), ids, modality=self.modality, source=self.source, views=views, trusted=True
+            take_rows(self.values, rows),
+            np.asarray(self.ids)[rows],
+            modality=self.modality,
+            source=self.source,
+            views=None if self.views is None else take_rows(self.views, rows),
+            features=None if self.features is None else take_rows(self.features, rows),
+            projection=self.projection,
+            trusted=True,
         )
 
     def batches(self, size: int, device: str | torch.device = "cpu") -> Iterator[torch.Tensor]:
@@ -205,7 +302,7 @@ class Embeddings:
             yield as_float32(self.values[start : start + size], device)
 
     def mean_over_views(self) -> Embeddings:
-        """(N, D) means of the K views, L2-normalised where the source is.
+        """(N, D) means of the K views, L2-normalised where the source is; features are not taken along.
 
         Raises:
             InputError: There are no views.

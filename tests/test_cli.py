@@ -221,9 +221,11 @@ def test_extract_embeds_a_folder_with_the_bundled_model(run, tmp_path):
     (tmp_path / "captions.csv").write_text("\n".join(lines) + "\n")
     words = ["extract", tmp_path / "store", "--captions", tmp_path / "captions.csv", "--images", tmp_path]
     words += ["--model", "grove-tiny-scenes", "--splits", "train=0.5,test=0.5", "--workers", "0", "--quiet"]
+    words += ["--features"]
     code, out, _ = run(*words)
     assert code == 0
     assert "grove-tiny-scenes" in out
+    assert "of each image, 128 of each text" in out
     code, out, _ = run(*words)
     assert code == 0
     assert "nothing was computed" in out

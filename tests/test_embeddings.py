@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grove_adapters.embeddings import Embeddings, Pairs, Rows, Source, match_matrix
+from grove_adapters.embeddings import Embeddings, Pairs, Projection, Rows, Source, match_matrix
 from grove_adapters.errors import InputError, InputTypeError
 
 
@@ -52,6 +52,75 @@ def test_bad_embeddings_are_refused(change, words):
     with pytest.raises(InputError) as caught:
         Embeddings(**{"values": np.ones((1, 3)), "ids": ["a"], "modality": "image", **change})
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def featured(n=6, dim=3, width=5, residual=False, seed=0):
+    """Embeddings of a projection with a bias, unnormalised."""
+    random = np.random.default_rng(seed)
+    projection = Projection(random.normal(size=(dim, width)), random.normal(size=dim))
+    features = random.normal(size=(n, width + dim * residual)).astype(np.float32)
+    values = projection.apply(torch.tensor(features)).numpy()
+    return Embeddings(values, modality="text", features=features, projection=projection)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_features_stay_with_their_rows(residual):
+    whole = featured(residual=residual)
+    assert whole.n_features == (8 if residual else 5)
+    part = whole.take([4, 0])
+    np.testing.assert_array_equal(part.features, whole.features[[4, 0]])
+    assert part.projection is whole.projection
+    torch.testing.assert_close(part.projection.apply(torch.tensor(part.features)), torch.tensor(part.values))
+    by_hand = whole.features[:, :5] @ whole.projection.weight.T + whole.projection.bias
+    np.testing.assert_allclose(whole.values, by_hand + (whole.features[:, 5:] if residual else 0), rtol=1e-5)
+    views = dataclasses.replace(whole, views=np.ones((6, 2, 3), np.float32))
+    assert views.mean_over_views().features is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"projection": None}, ["together"]),
+        ({"features": None}, ["together"]),
+        ({"features": np.ones((5, 5))}, ["6 rows", "got 5"]),
+        ({"features": np.ones((6, 4))}, ["5 columns", "3 more", "got 4"]),
+        ({"features": np.full((6, 5), np.nan)}, ["features", "NaN"]),
+        ({"features": -featured().features}, ["directions that differ"]),
+        ({"projection": Projection(np.ones((4, 5)))}, ["3-d", "4-d"]),
+    ],
+)
+def test_features_that_do_not_fit_are_refused(change, words):
+    whole = featured()
+    given = {"features": whole.features, "projection": whole.projection, **change}
+    with pytest.raises(InputError) as caught:
+        Embeddings(whole.values, modality="text", **given)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias", "words"),
+    [
+        (np.ones(3), None, "shape (D, F)"),
+        (np.ones((3, 5)), np.ones(5), "shape (3,)"),
+        (np.full((3, 5), np.inf), None, "infinity"),
+        (np.ones((3, 5)), np.full(3, np.nan), "NaN"),
+    ],
+)
+def test_bad_projections_are_refused(weight, bias, words):
+    with pytest.raises(InputError) as caught:
+        Projection(weight, bias)
+    assert words in str(caught.value)
+
+
+def test_half_precision_features_fit():
+    whole = featured()
+    halved = Embeddings(
+        whole.values.astype(np.float16),
+        modality="text",
+        features=whole.features.astype(np.float16),
+        projection=whole.projection,
+    )
+    assert halved.features.dtype == np.float16
 
 
 def test_whole_numbers_are_no_embeddings():

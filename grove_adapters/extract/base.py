@@ -8,15 +8,16 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from PIL import Image
 
 from grove_adapters import _checks
-from grove_adapters.embeddings import Source
+from grove_adapters.embeddings import MODALITIES, Modality, Projection, Source
 from grove_adapters.errors import InputError
+from grove_adapters.extract.last_layer import LastLayer, Place, find_last_layer
 
 Precision = Literal["fp32", "amp_bf16", "amp_fp16"]
 AUTOCAST: dict[str, torch.dtype | None] = {"fp32": None, "amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
@@ -33,6 +34,18 @@ class Tokens:
 
     inputs: Mapping[str, torch.Tensor]
     truncated: np.ndarray
+
+
+class Featured(NamedTuple):
+    """Embeddings with what the encoder's last linear layer made them of.
+
+    Attributes:
+        values: (B, D) float32 CPU embeddings.
+        features: (B, F) float32 CPU features, as `Projection.apply` takes them.
+    """
+
+    values: torch.Tensor
+    features: torch.Tensor
 
 
 @runtime_checkable
@@ -62,6 +75,20 @@ class Extractor(Protocol):
         """(B, D) float32 CPU embeddings of tokens or captions."""
 
 
+@runtime_checkable
+class FeatureExtractor(Extractor, Protocol):
+    """An extractor that can also give the inputs of its last linear layers, for adapters that reason about these."""
+
+    def projection(self, modality: Modality) -> Projection:
+        """The last linear layer of one modality's encoder."""
+
+    def featured_images(self, images: torch.Tensor | Sequence[Image.Image]) -> Featured:
+        """What `embed_images` gives, and its features."""
+
+    def featured_texts(self, texts: Tokens | Sequence[str]) -> Featured:
+        """What `embed_texts` gives, and its features."""
+
+
 class TorchExtractor(abc.ABC):
     """The shared half of the built-in extractors; a subclass says how its model makes features.
 
@@ -74,9 +101,14 @@ class TorchExtractor(abc.ABC):
         precision: ``"fp32"``, or autocast to ``"amp_bf16"`` or ``"amp_fp16"``.
         normalise: Whether to L2-normalise the embeddings.
 
+    Attributes:
+        last_layers: By modality, where the model's last linear layer may be; the first that is there is it.
+
     Raises:
         InputError: Unknown precision, or a `preprocess` that gives another result each time.
     """
+
+    last_layers: Mapping[str, Sequence[Place]]
 
     def __init__(
         self,
@@ -115,33 +147,71 @@ class TorchExtractor(abc.ABC):
 
     def embed_images(self, images: torch.Tensor | Sequence[Image.Image]) -> torch.Tensor:
         """(B, D) float32 CPU embeddings of preprocessed (B, C, H, W) pixels or of pictures."""
-        if not isinstance(images, torch.Tensor):
-            images = torch.stack([self.preprocess(image.convert("RGB")) for image in images])
-        return self._embed(self._image_features, images)
+        return self._embedded(self._encoded(self._encode_images, self._pixels(images)))
 
     def embed_texts(self, texts: Tokens | Sequence[str]) -> torch.Tensor:
         """(B, D) float32 CPU embeddings of tokens or captions."""
-        tokens = texts if isinstance(texts, Tokens) else self.tokenize(texts)
-        moved = {name: value.to(self.device, non_blocking=True) for name, value in tokens.inputs.items()}
-        return self._embed(self._text_features, moved)
+        return self._embedded(self._encoded(self._encode_texts, self._tokens(texts)))
 
-    def _embed(self, features: Callable[[Any], torch.Tensor], inputs: Any) -> torch.Tensor:
-        if isinstance(inputs, torch.Tensor):
-            inputs = inputs.to(self.device, non_blocking=True)
+    def featured_images(self, images: torch.Tensor | Sequence[Image.Image]) -> Featured:
+        """What `embed_images` gives, up to rounding, and the inputs of the image encoder's last linear layer.
+
+        Raises:
+            InputError: The encoder does not end in a linear layer.
+        """
+        return self._featured("image", self._encode_images, self._pixels(images))
+
+    def featured_texts(self, texts: Tokens | Sequence[str]) -> Featured:
+        """What `embed_texts` gives, up to rounding, and the inputs of the text encoder's last linear layer.
+
+        Raises:
+            InputError: The encoder does not end in a linear layer.
+        """
+        return self._featured("text", self._encode_texts, self._tokens(texts))
+
+    def projection(self, modality: Modality) -> Projection:
+        """The last linear layer of one modality's encoder.
+
+        Raises:
+            InputError: The encoder does not end in a linear layer.
+        """
+        return self._last_layer(_checks.choice(modality, MODALITIES, what="modality")).projection
+
+    def _featured(self, modality: str, encode: Callable[[Any], torch.Tensor], inputs: Any) -> Featured:
+        layer = self._last_layer(modality)
+        values, features = self._encoded(functools.partial(layer.run, encode), inputs)
+        return Featured(self._embedded(values), features.float().cpu())
+
+    def _pixels(self, images: torch.Tensor | Sequence[Image.Image]) -> torch.Tensor:
+        if not isinstance(images, torch.Tensor):
+            images = torch.stack([self.preprocess(image.convert("RGB")) for image in images])
+        return images.to(self.device, non_blocking=True)
+
+    def _tokens(self, texts: Tokens | Sequence[str]) -> Mapping[str, torch.Tensor]:
+        tokens = texts if isinstance(texts, Tokens) else self.tokenize(texts)
+        return {name: value.to(self.device, non_blocking=True) for name, value in tokens.inputs.items()}
+
+    def _encoded(self, encode: Callable[[Any], Any], inputs: Any) -> Any:
         dtype = AUTOCAST[self.precision]
         with torch.no_grad(), torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
-            output = features(inputs).float()
+            return encode(inputs)
+
+    def _embedded(self, output: torch.Tensor) -> torch.Tensor:
+        output = output.float()
         if self.source.normalised:
             output = torch.nn.functional.normalize(output, dim=-1)
         return output.cpu()
 
-    @abc.abstractmethod
-    def _image_features(self, pixels: torch.Tensor) -> torch.Tensor:
-        """(B, D) features in the joint space, not yet normalised, of (B, C, H, W) pixels on the device."""
+    def _last_layer(self, modality: str) -> LastLayer:
+        return find_last_layer(self.model, self.last_layers[modality], what=f"the {modality} encoder of {self.source}")
 
     @abc.abstractmethod
-    def _text_features(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """(B, D) features in the joint space, not yet normalised, of `Tokens.inputs` on the device."""
+    def _encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
+        """(B, D) vectors in the joint space, not yet normalised, of (B, C, H, W) pixels on the device."""
+
+    @abc.abstractmethod
+    def _encode_texts(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """(B, D) vectors in the joint space, not yet normalised, of `Tokens.inputs` on the device."""
 
 
 def describe_preprocess(preprocess: Callable[[Image.Image], torch.Tensor]) -> str:

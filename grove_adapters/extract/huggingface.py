@@ -16,6 +16,7 @@ from grove_adapters.config import nearest
 from grove_adapters.embeddings import Source
 from grove_adapters.errors import InputError, UnknownNameError, UnreadableError
 from grove_adapters.extract.base import Precision, Tokens, TorchExtractor, digest_bytes, digest_weights
+from grove_adapters.extract.last_layer import Place
 
 MODEL_CLASSES = {
     "clip": "CLIPModel",
@@ -23,6 +24,16 @@ MODEL_CLASSES = {
     "blip": "BlipForImageTextRetrieval",
 }
 """The transformers class that holds each family's joint space, by `config.model_type`."""
+
+LAST_LAYERS = {
+    "clip": {"image": (Place("visual_projection"),), "text": (Place("text_projection"),)},
+    "siglip": {
+        "image": (Place("vision_model.head.mlp.fc2", "residual"),),
+        "text": (Place("text_model.head"),),
+    },
+    "blip": {"image": (Place("vision_proj"),), "text": (Place("text_proj"),)},
+}
+"""The linear layers that embeddings come out of; SigLIP's images are pooled by one with a residual connection."""
 
 BLIP_CONTEXT = 35
 """Caption length at which BLIP was trained and is evaluated for retrieval; its text encoder would take 512."""
@@ -78,6 +89,7 @@ class HFExtractor(TorchExtractor):
             weights = f"ready@{digest_weights(model)}"
         config: Any = model.config
         self.family = _family(config.model_type, type(model).__name__)
+        self.last_layers = LAST_LAYERS[self.family]
         limit = int(config.text_config.max_position_embeddings)
         length = context_length or (min(limit, BLIP_CONTEXT) if self.family == "blip" else limit)
         if not 2 < _checks.count(length, what="context_length") <= limit:
@@ -98,13 +110,13 @@ class HFExtractor(TorchExtractor):
             normalise=normalise,
         )
 
-    def _image_features(self, pixels: torch.Tensor) -> torch.Tensor:
+    def _encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
         model: Any = self.model
         if self.family == "blip":
             return model.vision_proj(model.vision_model(pixel_values=pixels).last_hidden_state[:, 0])
         return _pooled(model.get_image_features(pixel_values=pixels))
 
-    def _text_features(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _encode_texts(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         model: Any = self.model
         if self.family == "blip":
             return model.text_proj(model.text_encoder(**inputs).last_hidden_state[:, 0])

@@ -21,7 +21,7 @@ from PIL import Image
 
 from grove_adapters import seeding
 from grove_adapters.errors import UnreadableError
-from grove_adapters.extract.base import Extractor, Tokens
+from grove_adapters.extract.base import Extractor, Featured, FeatureExtractor, Tokens
 from grove_adapters.extract.records import Caption, Record, read_image
 from grove_adapters.extract.views import image_view, text_view
 
@@ -58,6 +58,7 @@ class Embedded:
     Attributes:
         rows: (b,) row numbers.
         values: (b, 1 + K, D) float32: each item and its views.
+        features: (b, F) float32 features of each item itself, or None where they are not asked for.
         failed: Why a row could not be read, by row.
         truncated: Rows whose caption was cut.
         stop: First row of the next batch.
@@ -65,6 +66,7 @@ class Embedded:
 
     rows: np.ndarray
     values: np.ndarray
+    features: np.ndarray | None
     failed: dict[int, str]
     truncated: list[int]
     stop: int
@@ -81,6 +83,9 @@ class Stage(Protocol):
 
     def embed(self, extractor: Extractor, inputs: Any) -> torch.Tensor:
         """((1 + K) b, D) embeddings of loaded inputs."""
+
+    def embed_featured(self, extractor: FeatureExtractor, inputs: Any) -> Featured:
+        """The same, with ((1 + K) b, F) features."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,10 @@ class ImageStage:
         """Embeddings of pixels."""
         return extractor.embed_images(inputs)
 
+    def embed_featured(self, extractor: FeatureExtractor, inputs: torch.Tensor) -> Featured:
+        """Embeddings and features of pixels."""
+        return extractor.featured_images(inputs)
+
 
 @dataclass(frozen=True)
 class TextStage:
@@ -146,9 +155,20 @@ class TextStage:
         """Embeddings of tokens."""
         return extractor.embed_texts(inputs)
 
+    def embed_featured(self, extractor: FeatureExtractor, inputs: Tokens) -> Featured:
+        """Embeddings and features of tokens."""
+        return extractor.featured_texts(inputs)
+
 
 def embed_from(
-    start: int, stage: Stage, extractor: Extractor, *, batch_size: int, views: int, num_workers: int
+    start: int,
+    stage: Stage,
+    extractor: Extractor,
+    *,
+    batch_size: int,
+    views: int,
+    num_workers: int,
+    features: bool = False,
 ) -> Iterator[Embedded]:
     """Yield the embeddings of all rows from `start` on, in order.
 
@@ -159,6 +179,7 @@ def embed_from(
         batch_size: Items the encoder sees at once; views count.
         views: K, the number of views a row.
         num_workers: Loading processes; 0 loads in this one.
+        features: Whether to give the features of each item too; the extractor must be a `FeatureExtractor`.
 
     Raises:
         UnreadableError: A loading process died, as they do when memory runs out.
@@ -174,12 +195,16 @@ def embed_from(
         generator=seeding.generator(0),  # left alone, the loader would draw a seed from the caller's global stream
     )
     for batch in _alive(loader):
+        values, found = np.zeros((0, 1 + views, 0), np.float32), None
         if batch.rows:
-            output = stage.embed(extractor, batch.inputs).numpy()
-            values = output.reshape(len(batch.rows), 1 + views, -1)
-        else:
-            values = np.zeros((0, 1 + views, 0), np.float32)
-        yield Embedded(np.array(batch.rows, dtype=np.int64), values, batch.failed, batch.truncated, batch.stop)
+            if features:
+                assert isinstance(extractor, FeatureExtractor)
+                output, read = stage.embed_featured(extractor, batch.inputs)
+                found = read.numpy()[:: 1 + views]
+            else:
+                output = stage.embed(extractor, batch.inputs)
+            values = output.numpy().reshape(len(batch.rows), 1 + views, -1)
+        yield Embedded(np.array(batch.rows, dtype=np.int64), values, found, batch.failed, batch.truncated, batch.stop)
 
 
 def default_workers() -> int:

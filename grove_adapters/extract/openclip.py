@@ -17,6 +17,26 @@ from grove_adapters.config import nearest
 from grove_adapters.embeddings import Source
 from grove_adapters.errors import InputError, UnknownNameError, UnreadableError
 from grove_adapters.extract.base import Precision, Tokens, TorchExtractor, digest_bytes, digest_weights
+from grove_adapters.extract.last_layer import Place
+
+LAST_LAYERS = {
+    "image": (
+        Place("visual.proj"),
+        Place("visual.attnpool.c_proj", "functional"),
+        Place("visual.head.proj"),
+        Place("visual.head.mlp.fc2"),
+        Place("visual.trunk.head"),
+        Place("visual.trunk.attn_pool.mlp.fc2", "residual"),
+    ),
+    "text": (
+        Place("text_projection"),
+        Place("text.text_projection"),
+        Place("text.proj"),
+        Place("text.proj.2"),
+    ),
+}
+"""In order: images of vision transformers, ResNets and timm models (projected, as a classifier, with SigLIP's pooling);
+texts of open_clip's own transformer and of Hugging Face's."""
 
 
 class OpenCLIPExtractor(TorchExtractor):
@@ -40,6 +60,8 @@ class OpenCLIPExtractor(TorchExtractor):
         UnreadableError: The weights cannot be fetched or read.
         InputError: A ready module comes without preprocess, tokenizer or name, or the preprocess is random.
     """
+
+    last_layers = LAST_LAYERS
 
     def __init__(
         self,
@@ -82,11 +104,11 @@ class OpenCLIPExtractor(TorchExtractor):
             normalise=normalise,
         )
 
-    def _image_features(self, pixels: torch.Tensor) -> torch.Tensor:
+    def _encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
         encode: Any = self.model.encode_image
         return encode(pixels, **_unnormalised(encode))
 
-    def _text_features(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _encode_texts(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         encode: Any = self.model.encode_text
         return encode(inputs["text"], **_unnormalised(encode))
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from grove_adapters import _checks
-from grove_adapters.embeddings import Embeddings, Modality, Source
+from grove_adapters.embeddings import Embeddings, Modality, Projection, Source
 from grove_adapters.errors import InputError, StoreError
 from grove_adapters.extract.records import assign_splits
-from grove_adapters.store.files import copy_rows
+from grove_adapters.store.files import copy_rows, write_projection
 from grove_adapters.store.finishing import Contents, finish, occupied, order_by_split, put_in_place
 from grove_adapters.store.importing import load
 from grove_adapters.store.lock import locked
@@ -36,6 +36,10 @@ class Given:
     splits: Any = None
     image_views: Any = None
     text_views: Any = None
+    image_features: Any = None
+    text_features: Any = None
+    image_projection: Projection | None = None
+    text_projection: Projection | None = None
     image_columns: dict[str, Any] = field(default_factory=dict)
     text_columns: dict[str, Any] = field(default_factory=dict)
 
@@ -56,8 +60,7 @@ def write(path: Path, given: Given, *, source: Source | None, normalise: bool, d
     Returns:
         True where a store of the very same content was there already.
     """
-    images = _embeddings("image", given.images, given.image_ids, given.image_views)
-    texts = _embeddings("text", given.texts, given.text_ids, given.text_views)
+    images, texts = _embeddings("image", given), _embeddings("text", given)
     source = _described(source, [part for part in (images, texts) if part is not None], normalise, path)
     if images is not None and texts is not None:
         _checks.same_dim(images.dim, texts.dim, what="texts beside images")
@@ -95,6 +98,9 @@ def write(path: Path, given: Given, *, source: Source | None, normalise: bool, d
                 for name, values in ((f"{modality}.npy", part.values), (f"{modality}.views.npy", part.views)):
                     if values is not None:
                         copy_rows(folder / name, _Unit(values) if normalise else values, rows, target)
+                if part.projection is not None:
+                    copy_rows(folder / f"{modality}.features.npy", part.features, rows, target)
+                    write_projection(folder, modality, part.projection)
             manifest = finish(folder, contents)
             if occupied(path):
                 if Manifest.read(path).digest != manifest.digest:
@@ -137,14 +143,16 @@ def _described(source: Source | None, parts: list[Embeddings], normalise: bool, 
     return dataclasses.replace(source, normalised=True) if normalise else source
 
 
-def _embeddings(modality: Modality, values: Any, ids: Any, views: Any) -> Embeddings | None:
-    """The embeddings, checked, or None where there are none."""
+def _embeddings(modality: Modality, given: Given) -> Embeddings | None:
+    """The embeddings of one modality, checked, or None where there are none."""
+    values, ids = getattr(given, f"{modality}s"), getattr(given, f"{modality}_ids")
+    beside = {name: getattr(given, f"{modality}_{name}") for name in ("views", "features", "projection")}
     if values is None:
-        for what, array in (("ids", ids), ("views", views)):
+        for what, array in {"ids": ids, **beside}.items():
             if array is not None:
                 raise InputError(f"{modality} {what} expected {modality} embeddings beside them, got none; give both")
         return None
-    return Embeddings(values, ids, modality=modality, views=views)
+    return Embeddings(values, ids, modality=modality, **beside)
 
 
 def _match_rows(rows: Any, images: Embeddings | None, texts: Embeddings | None, what: str) -> np.ndarray:

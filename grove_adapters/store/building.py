@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from PIL import Image
 from tqdm.auto import tqdm
 
 from grove_adapters import _checks, _io
-from grove_adapters.embeddings import Modality, Source
+from grove_adapters.embeddings import MODALITIES, Modality, Source
 from grove_adapters.errors import (
     GroveAdaptersError,
     InputTypeError,
@@ -23,11 +24,11 @@ from grove_adapters.errors import (
     StoreError,
     UnreadableError,
 )
-from grove_adapters.extract.base import Extractor
+from grove_adapters.extract.base import Extractor, FeatureExtractor
 from grove_adapters.extract.loop import Embedded, ImageStage, Stage, TextStage, default_workers, embed_from
 from grove_adapters.extract.records import Record, Records
 from grove_adapters.extract.views import RECIPE
-from grove_adapters.store.files import RowFile, copy_rows
+from grove_adapters.store.files import RowFile, copy_rows, write_projection
 from grove_adapters.store.finishing import Contents, finish, occupied, put_in_place, sync_folder
 from grove_adapters.store.journal import Journal
 from grove_adapters.store.lock import StoreLock, locked
@@ -51,6 +52,7 @@ def build(
     num_workers: int | None,
     on_error: Literal["raise", "skip"],
     dtype: Literal["float32", "float16"],
+    features: bool,
     progress: bool,
 ) -> bool:
     """Embed `records` into the store at `path`; see `EmbeddingStore.build`.
@@ -63,11 +65,17 @@ def build(
             f"build expected an extractor with source, device, preprocess, tokenize, embed_images and embed_texts, got "
             f"{type(extractor).__name__}; use OpenCLIPExtractor or HFExtractor"
         )
+    if features and not isinstance(extractor, FeatureExtractor):
+        raise InputTypeError(
+            "features=True expected an extractor with projection, featured_images and featured_texts, got "
+            f"{type(extractor).__name__}; use OpenCLIPExtractor or HFExtractor, or build without features"
+        )
     _checks.choice(on_error, ("raise", "skip"), what="on_error")
     _checks.choice(dtype, ("float32", "float16"), what="dtype")
     _checks.count(batch_size, what="batch_size")
     workers = default_workers() if num_workers is None else _checks.count(num_workers, what="num_workers", at_least=0)
-    plan = Plan(records, extractor.source, _checks.count(views, what="views", at_least=0), seed, dtype)
+    _checks.count(views, what="views", at_least=0)
+    plan = Plan(records, extractor.source, views=views, seed=seed, dtype=dtype, features=features)
     partial = partial_folder(path)
     if _is_there(path, plan, on_error) and not partial.exists():
         return True  # without a lock, so that a read-only store can be reused
@@ -130,6 +138,7 @@ class _Run:
         self.journal = Journal(partial / "journal.jsonl")
         self.done: dict[str, _Done] = {"image": _Done(), "text": _Done()}
         self.dim = int(extractor.embed_texts(["a"]).shape[1])
+        self.widths = _feature_widths(extractor) if plan.features else {}
 
     def to_end(self) -> Path:
         """Embed what is missing and return the folder of the finished store."""
@@ -180,9 +189,8 @@ class _Run:
             )
         if done.rows == len(stage):
             return
-        n, views = len(stage), self.plan.views
         bar = tqdm(
-            total=n,
+            total=len(stage),
             initial=done.rows,
             desc=f"{modality}s → {self.plan.source}",
             unit={"image": "img", "text": "txt"}[modality],
@@ -190,9 +198,10 @@ class _Run:
             dynamic_ncols=True,
         )
         with contextlib.ExitStack() as stack:
-            files = [stack.enter_context(self._file(f"{modality}.npy", (n, self.dim), done.rows))]
-            if views:
-                files.append(stack.enter_context(self._file(f"{modality}.views.npy", (n, views, self.dim), done.rows)))
+            files = [
+                stack.enter_context(RowFile(self.folder / name, (len(stage), *shape), self.plan.dtype, rows=done.rows))
+                for name, shape in self._arrays(modality).items()
+            ]
             stack.enter_context(bar)
             pending = _Done(rows=done.rows)
             committed = time.monotonic()
@@ -202,16 +211,13 @@ class _Run:
                     stage,
                     self.extractor,
                     batch_size=self.batch_size,
-                    views=views,
+                    views=self.plan.views,
                     num_workers=self.num_workers,
+                    features=self.plan.features,
                 ):
-                    block = np.zeros((batch.stop - pending.rows, 1 + views, self.dim), dtype=self.plan.dtype)
                     self._refuse_unreadable(batch)
-                    if len(batch.rows):
-                        block[batch.rows - pending.rows] = self._checked(modality, batch)
-                    files[0].append(block[:, 0])
-                    if views:
-                        files[1].append(block[:, 1:])
+                    for file, block in zip(files, self._blocks(modality, batch, pending.rows), strict=True):
+                        file.append(block)
                     bar.update(batch.stop - pending.rows)
                     pending = _Done(  # in one piece: Ctrl-C may come between any two lines
                         batch.stop, {**pending.failed, **batch.failed}, [*pending.truncated, *batch.truncated]
@@ -222,8 +228,23 @@ class _Run:
             finally:  # an error or Ctrl-C keeps what is done
                 self._commit(modality, files, pending)
 
-    def _file(self, name: str, shape: tuple[int, ...], rows: int) -> RowFile:
-        return RowFile(self.folder / name, shape, self.plan.dtype, rows=rows)
+    def _arrays(self, modality: Modality) -> dict[str, tuple[int, ...]]:
+        """The arrays of one modality by file name, with the shape of a row."""
+        arrays: dict[str, tuple[int, ...]] = {f"{modality}.npy": (self.dim,)}
+        if self.plan.views:
+            arrays[f"{modality}.views.npy"] = (self.plan.views, self.dim)
+        if self.plan.features:
+            arrays[f"{modality}.features.npy"] = (self.widths[modality],)
+        return arrays
+
+    def _blocks(self, modality: Modality, batch: Embedded, start: int) -> Iterator[np.ndarray]:
+        """The rows from `start` to the end of the batch for each of the arrays; unreadable ones are zeros."""
+        shapes, found = self._arrays(modality).values(), self._checked(modality, batch)
+        for shape, values in zip(shapes, found, strict=True):
+            block = np.zeros((batch.stop - start, *shape), dtype=self.plan.dtype)
+            if len(batch.rows):
+                block[batch.rows - start] = values
+            yield block
 
     def _commit(self, modality: Modality, files: list[RowFile], pending: _Done) -> _Done:
         """Data first, then the journal's word for it."""
@@ -247,19 +268,24 @@ class _Run:
                 "out with on_error='skip'"
             )
 
-    def _checked(self, modality: Modality, batch: Embedded) -> np.ndarray:
-        """The batch in the store's precision, unless it holds what no reader should meet."""
+    def _checked(self, modality: Modality, batch: Embedded) -> list[np.ndarray | None]:
+        """What the batch holds for each of the arrays, unless it is something that no reader should meet."""
         with np.errstate(over="ignore"):
-            values: np.ndarray = batch.values.astype(self.plan.dtype)
-        usable = np.isfinite(values).all(axis=2) & values.any(axis=2)
-        bad = ~np.all(usable, axis=1)
-        if bad.any():
+            values = batch.values.astype(self.plan.dtype)
+            features = None if batch.features is None else batch.features.astype(self.plan.dtype)
+        usable = np.all(np.isfinite(values).all(axis=2) & values.any(axis=2), axis=1)
+        if features is not None:
+            usable &= np.isfinite(features).all(axis=1)
+        if not usable.all():
             items: Any = self.plan.images if modality == "image" else self.plan.captions
             raise NumericalError(
                 f"{self.plan.source} expected finite embeddings with a direction, got NaN, infinity or zeros for "
-                f"{modality} {items[batch.rows[bad.argmax()]].id!r}; try precision='fp32' and dtype='float32'"
+                f"{modality} {items[batch.rows[usable.argmin()]].id!r}; try precision='fp32' and dtype='float32'"
             )
-        return values
+        found: list[np.ndarray | None] = [values[:, 0]]
+        if self.plan.views:
+            found.append(values[:, 1:])
+        return [*found, features] if self.plan.features else found
 
     def _finish(self) -> Path:
         """Leave out the skipped rows and write the rest of the store."""
@@ -285,6 +311,10 @@ class _Run:
             logger.warning("left out %d unreadable images and their captions; info() lists them", len(failed))
         if truncated.any():
             logger.warning("%d captions were longer than the context of %s and cut", truncated.sum(), plan.source)
+        if plan.features:
+            assert isinstance(self.extractor, FeatureExtractor)
+            for modality in MODALITIES if text_ids else MODALITIES[:1]:
+                write_projection(self.folder, modality, self.extractor.projection(modality))
         finish(
             self.folder,
             Contents(
@@ -311,10 +341,18 @@ class _Run:
         """Rewrite the arrays without the rows that are not kept; does nothing the second time."""
         if keep.all():
             return
-        for name in (f"{modality}.npy", f"{modality}.views.npy"):
+        for name in self._arrays(modality):
             path = self.folder / name
             if path.exists() and len(array := _io.read_array(path, memmap=True)) == len(keep):
                 copy_rows(path, array, np.flatnonzero(keep), self.plan.dtype)
+
+
+def _feature_widths(extractor: Extractor) -> dict[str, int]:
+    """The number of features of each modality, from a grey picture and a word; refuses encoders without any."""
+    assert isinstance(extractor, FeatureExtractor)
+    picture = extractor.preprocess(Image.new("RGB", (64, 64), (128, 128, 128)))
+    featured = {"image": extractor.featured_images(picture[None]), "text": extractor.featured_texts(["a"])}
+    return {modality: int(part.features.shape[1]) for modality, part in featured.items()}
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -10,7 +11,7 @@ import numpy as np
 
 from grove_adapters import _checks, _io
 from grove_adapters.config import nearest
-from grove_adapters.embeddings import MODALITIES, Embeddings, Modality, Pairs, Source
+from grove_adapters.embeddings import MODALITIES, Embeddings, Modality, Pairs, Projection, Source
 from grove_adapters.errors import InputError, SourceMismatchError, StoreError, UnknownNameError
 from grove_adapters.extract.base import Extractor
 from grove_adapters.extract.records import Record, Records
@@ -79,6 +80,7 @@ class EmbeddingStore:
         num_workers: int | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         dtype: Literal["float32", "float16"] = "float32",
+        features: bool = False,
         progress: bool = True,
     ) -> Self:
         """Embed images and captions into a new store.
@@ -99,6 +101,9 @@ class EmbeddingStore:
                 on it.
             on_error: ``"raise"`` on an unreadable image, or ``"skip"`` it with its captions and list it in `info`.
             dtype: ``"float32"``, or ``"float16"`` for half the space.
+            features: Whether to keep, for every item itself but not for its views, what the encoder's last linear
+                layer reads, and that layer's weights; the adapter `laplace` needs them. The embeddings are then the
+                layer's output for these features, equal to those without up to rounding.
             progress: Whether to show a progress bar with rate and remaining time.
 
         Raises:
@@ -107,6 +112,8 @@ class EmbeddingStore:
             StoreLockedError: Another process is building it.
             UnreadableError: An image cannot be read (policy ``"raise"``), or none of them can.
             NumericalError: The model gives NaN, infinity or zeros.
+            InputTypeError: The extractor is none, or cannot give features.
+            InputError: Features are asked for and an encoder does not end in a linear layer.
         """
         path = Path(path)
         reused = building.build(
@@ -119,6 +126,7 @@ class EmbeddingStore:
             num_workers=num_workers,
             on_error=on_error,
             dtype=dtype,
+            features=features,
             progress=progress,
         )
         return cls._made(path, reused)
@@ -138,6 +146,10 @@ class EmbeddingStore:
         splits: Any = None,
         image_views: Any = None,
         text_views: Any = None,
+        image_features: Any = None,
+        text_features: Any = None,
+        image_projection: Projection | None = None,
+        text_projection: Projection | None = None,
         image_columns: Mapping[str, Any] | None = None,
         text_columns: Mapping[str, Any] | None = None,
         source: Source | None = None,
@@ -163,6 +175,10 @@ class EmbeddingStore:
             splits: (N,) split names of the images, or shares such as ``{"train": .8, "test": .2}`` drawn with `seed`.
             image_views: (N, K, D) embeddings of K augmentations of each image.
             text_views: (T, K, D) embeddings of K augmentations of each text.
+            image_features: (N, F) inputs of the image encoder's last linear layer; see `Embeddings.features`.
+            text_features: (T, F) inputs of the text encoder's last linear layer.
+            image_projection: The image encoder's last linear layer; goes with `image_features`.
+            text_projection: The text encoder's last linear layer; goes with `text_features`.
             image_columns: Further facts by name, one value an image.
             text_columns: Further facts by name, one value a text, e.g. ``{"text": captions}``.
             source: The model that made them. Left out, an unknown one named after the store (so that imports of
@@ -172,8 +188,8 @@ class EmbeddingStore:
             seed: Address of drawn splits.
 
         Raises:
-            InputError: Wrong shapes, NaN, infinite or zero rows, duplicate ids, links out of range, or a `source` that
-                says normalised of vectors that are not.
+            InputError: Wrong shapes, NaN, infinite or zero rows, duplicate ids, links out of range, features that the
+                projection does not map to the embeddings, or a `source` that says normalised of vectors that are not.
             InputTypeError: An array of the wrong type.
             UnreadableError: A file is missing, damaged or lacks the named array.
             StoreError: Something else is in the way, or the disk is full.
@@ -190,6 +206,10 @@ class EmbeddingStore:
             splits=splits,
             image_views=image_views,
             text_views=text_views,
+            image_features=image_features,
+            text_features=text_features,
+            image_projection=image_projection,
+            text_projection=text_projection,
             image_columns=dict(image_columns or {}),
             text_columns=dict(text_columns or {}),
         )
@@ -283,20 +303,17 @@ class EmbeddingStore:
             self._array(f"{modality}.ids.npy"),
             modality=modality,
             source=self.source,
-            views=self._array(f"{modality}.views.npy") if f"{modality}.views.npy" in self._manifest.files else None,
+            views=self._optional(f"{modality}.views.npy"),
+            features=self._optional(f"{modality}.features.npy"),
+            projection=self._projection(modality),
             trusted=True,
         )
         rows = self._rows(modality, split)
         if isinstance(rows, np.ndarray):
             return whole.take(rows)
-        return Embeddings(
-            whole.values[rows],
-            whole.ids[rows],
-            modality=modality,
-            source=self.source,
-            views=None if whole.views is None else whole.views[rows],
-            trusted=True,
-        )
+        parts = {name: getattr(whole, name) for name in ("values", "ids", "views", "features")}
+        cut: dict[str, Any] = {name: None if array is None else array[rows] for name, array in parts.items()}
+        return dataclasses.replace(whole, **cut, trusted=True)
 
     def pairs(self, split: str | None = None) -> Pairs:
         """Images, their texts and the links between them.
@@ -383,6 +400,7 @@ class EmbeddingStore:
             "n_positives": manifest.rows["positive"],
             "n_views": self.n_views,
             "views": _io.jsonable(manifest.views),
+            "features": {modality: self._n_features(modality) for modality in MODALITIES},
             "splits": self.splits,
             "columns": {modality: list(self.columns(modality)) for modality in MODALITIES},
             "skipped": list(manifest.skipped),
@@ -407,6 +425,8 @@ class EmbeddingStore:
             "texts": f"{self.n_texts:,}",
             "links": f"{facts['n_links']:,} and {facts['n_positives']:,} further positives",
             "views": f"{self.n_views} of each item" if self.n_views else "none",
+            "features": ", ".join(f"{count} of each {name}" for name, count in facts["features"].items() if count)
+            or "none",
             "splits": ", ".join(f"{name} {count:,}" for name, count in self.splits.items()) or "none",
             "columns": "; ".join(f"{name}: {', '.join(facts['columns'][name]) or 'none'}" for name in MODALITIES),
             "skipped": f"{len(facts['skipped']):,} rows",
@@ -431,6 +451,18 @@ class EmbeddingStore:
             )
         self._arrays[name] = array
         return array
+
+    def _optional(self, name: str) -> np.ndarray | None:
+        return self._array(name) if name in self._manifest.files else None
+
+    def _n_features(self, modality: Modality) -> int:
+        """Columns of the stored features; 0 where there are none."""
+        facts = self._manifest.files.get(f"{modality}.features.npy")
+        return 0 if facts is None else facts["shape"][1]
+
+    def _projection(self, modality: Modality) -> Projection | None:
+        weight = self._optional(f"{modality}.projection.weight.npy")
+        return None if weight is None else Projection(weight, self._optional(f"{modality}.projection.bias.npy"))
 
     def _require(self, modality: Modality) -> None:
         _checks.choice(modality, MODALITIES, what="modality")

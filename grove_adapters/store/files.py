@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from grove_adapters import _checks, _io
+from grove_adapters.embeddings import Projection
 from grove_adapters.errors import InputTypeError, StoreError
 
 CHUNK_BYTES = 1 << 24
@@ -138,6 +139,13 @@ def column_array(values: Sequence[Any] | np.ndarray, *, what: str) -> np.ndarray
         return np.array([np.nan if item is None else item for item in items], dtype=np.int64 if whole else np.float64)
     kinds = sorted({type(item).__name__ for item in present})
     raise InputTypeError(f"{what} expected all texts or all numbers, got {', '.join(kinds)}; make them one kind")
+
+
+def write_projection(folder: Path, modality: str, projection: Projection) -> None:
+    """Write the last linear layer of one modality's encoder."""
+    _io.write_array(folder / f"{modality}.projection.weight.npy", projection.weight)
+    if projection.bias is not None:
+        _io.write_array(folder / f"{modality}.projection.bias.npy", projection.bias)
 
 
 def describe_file(path: Path) -> dict[str, Any]:

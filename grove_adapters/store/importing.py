@@ -31,7 +31,8 @@ ARRAY_NAMES = {
     "image_views": ("image_views",),
     "text_views": ("text_views",),
 }
-"""Names under which each argument of `EmbeddingStore.from_arrays` is looked for, in files and in folders."""
+"""Names under which arguments of `EmbeddingStore.from_arrays` are looked for, in files and in folders. The others are
+looked for under their own name in files and not at all in folders."""
 
 TABLE_NAMES = ("metadata", "pairs")
 PATH_NAMES = dict.fromkeys(("image_path", "file_name", "filename"), "path")
@@ -58,13 +59,14 @@ def load(value: Any, *, role: str) -> Any:
         file, _, key = str(value).rpartition(":")
         path = Path(file)
     found = _read(path)
-    for name in (key,) if key else ARRAY_NAMES[role]:
+    names = ARRAY_NAMES.get(role, (role,))
+    for name in (key,) if key else names:
         if name in found:
             return found[name]
     if not key and len(found) == 1:
         return next(iter(found.values()))
     raise UnreadableError(
-        f"expected an array {key or ARRAY_NAMES[role][0]!r} in {path}, got {', '.join(found) or 'none'}; name the one "
+        f"expected an array {key or names[0]!r} in {path}, got {', '.join(found) or 'none'}; name the one "
         f"that is meant, as {path.name}:NAME"
     )
 

@@ -24,9 +24,19 @@ BUILT_COLUMNS = {"image": ("label", "path"), "text": ("text", "truncated")}
 class Plan:
     """What will be embedded, in the order of the store's rows: images by split, captions by image."""
 
-    def __init__(self, records: Records | Sequence[Record], source: Source, views: int, seed: int, dtype: str) -> None:
+    def __init__(
+        self,
+        records: Records | Sequence[Record],
+        source: Source,
+        *,
+        views: int,
+        seed: int,
+        dtype: str,
+        features: bool,
+    ) -> None:
         self.source = source
         self.views = views
+        self.features = features
         self.seed = seed
         self.dtype = dtype
         records = records if isinstance(records, Records) else Records(records)
@@ -48,6 +58,7 @@ class Plan:
             "view seed": seed if views else None,
             "view recipe": RECIPE if views else None,
             "dtype": dtype,
+            **({"features": True} if features else {}),  # a store without is as those that knew no features
         }
 
     def _positives(self, records: Records, order: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from PIL import Image
 
 from grove_adapters.embeddings import Source
 from grove_adapters.errors import UnreadableError
-from grove_adapters.extract import Caption, Record, Tokens
+from grove_adapters.extract import Caption, Featured, Record, Tokens
 from grove_adapters.extract.loop import ImageStage, TextStage, _begin_worker, default_workers, embed_from
 
 
@@ -38,6 +38,15 @@ class Summing:
     def embed_texts(self, texts):
         self.batches.append(len(texts.inputs["length"]))
         return texts.inputs["length"].float().expand(-1, 3)
+
+    def projection(self, modality):
+        raise AssertionError("not the loop's business")
+
+    def featured_images(self, images):
+        return Featured(self.embed_images(images), images.mean((2, 3))[:, :2])
+
+    def featured_texts(self, texts):
+        return Featured(self.embed_texts(texts), texts.inputs["length"].float())
 
 
 @pytest.fixture
@@ -93,6 +102,22 @@ def test_views_count_towards_the_batch_and_do_not_depend_on_it(records):
     assert small[0].values.shape == (2, 4, 3)
     large = run(stage, batch_size=100)
     np.testing.assert_array_equal(np.concatenate([batch.values for batch in small]), large[0].values)
+
+
+def test_features_are_those_of_the_items_not_of_their_views(records):
+    plain = run(ImageStage(records, Summing.preprocess, 2, 0))
+    assert all(batch.features is None for batch in plain)
+    batches = run(ImageStage(records, Summing.preprocess, 2, 0), features=True, batch_size=3)
+    for batch in batches:
+        if len(batch.rows):
+            np.testing.assert_array_equal(batch.features, batch.values[:, 0, :2])
+    np.testing.assert_array_equal(
+        np.concatenate([batch.values for batch in batches if len(batch.rows)]),
+        np.concatenate([batch.values for batch in plain if len(batch.rows)]),
+    )
+    captions = [Caption("a b c " * n, f"t{n}") for n in range(1, 4)]
+    batch = run(TextStage(captions, Summing.tokenize, 3, 0), features=True, batch_size=100)[0]
+    assert batch.features.tolist() == [[len(caption.text)] for caption in captions]
 
 
 def test_texts_report_what_was_cut(records):

@@ -113,6 +113,18 @@ def test_every_change_makes_another_source(parts):
     assert len({extract(parts, **change).source.fingerprint for change in changed}) == len(changed)
 
 
+def test_features_times_the_projection_are_the_vectors(parts, family):
+    extractor = extract(parts, normalise=False)
+    for modality, inputs in (("image", PICTURES), ("text", TEXTS)):
+        values, features = getattr(extractor, f"featured_{modality}s")(inputs)
+        torch.testing.assert_close(values, getattr(extractor, f"embed_{modality}s")(inputs))
+        projection = extractor.projection(modality)
+        torch.testing.assert_close(projection.apply(features), values, rtol=1e-4, atol=1e-6)
+        has_residual = (family, modality) == ("siglip", "image")
+        assert features.shape == (3, projection.width + (projection.dim if has_residual else 0))
+        assert (projection.bias is None) == (family == "clip")
+
+
 def test_results_do_not_depend_on_what_else_is_in_the_batch(parts):
     extractor = extract(parts)
     together = extractor.embed_texts(["a", "two red cat"])

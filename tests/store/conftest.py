@@ -3,8 +3,8 @@ import pytest
 import torch
 from PIL import Image
 
-from grove_adapters.embeddings import Source
-from grove_adapters.extract import Caption, Record, Records, Tokens
+from grove_adapters.embeddings import Projection, Source
+from grove_adapters.extract import Caption, Featured, Record, Records, Tokens
 
 
 class TinyExtractor:
@@ -39,6 +39,16 @@ class TinyExtractor:
         tokens = texts if isinstance(texts, Tokens) else self.tokenize(texts)
         self.calls.append(("text", len(tokens.inputs["letters"])))
         return tokens.inputs["letters"] @ self.letters
+
+    def projection(self, modality):
+        return Projection((self.pixels if modality == "image" else self.letters).T)
+
+    def featured_images(self, images):
+        return Featured(self.embed_images(images), images.flatten(1))
+
+    def featured_texts(self, texts):
+        tokens = texts if isinstance(texts, Tokens) else self.tokenize(texts)
+        return Featured(self.embed_texts(tokens), tokens.inputs["letters"])
 
 
 @pytest.fixture

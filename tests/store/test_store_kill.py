@@ -9,9 +9,10 @@ from grove_adapters import EmbeddingStore
 from grove_adapters.store import building
 
 
-def build(extractor, records, path):
+def build(extractor, records, path, features):
     building.COMMIT_SECONDS = 0.0
     settings = {"views": 1, "batch_size": 4, "num_workers": 0, "on_error": "skip", "progress": False}
+    settings["features"] = features
     return EmbeddingStore.build(extractor, records, path, **settings)
 
 
@@ -23,18 +24,20 @@ def slowly(extractor):
     return extractor
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_kill_9_at_random_moments_loses_and_doubles_nothing(make_extractor, records, tmp_path, monkeypatch, seed):
+@pytest.mark.parametrize(("seed", "features"), [(0, False), (1, True), (2, False), (3, True)])
+def test_kill_9_at_random_moments_loses_and_doubles_nothing(
+    make_extractor, records, tmp_path, monkeypatch, seed, features
+):
     monkeypatch.setattr(building, "COMMIT_SECONDS", 0.0)
-    whole = build(make_extractor(), records, tmp_path / "whole")
+    whole = build(make_extractor(), records, tmp_path / "whole", features)
     process = multiprocessing.get_context("fork").Process
     for moment in np.random.default_rng(seed).uniform(0, 0.25, 3):  # one build, killed up to three times
-        child = process(target=build, args=(slowly(make_extractor()), records, tmp_path / "store"))
+        child = process(target=build, args=(slowly(make_extractor()), records, tmp_path / "store", features))
         child.start()
         child.join(moment)
         child.kill()
         child.join()
-    store = build(make_extractor(), records, tmp_path / "store")
+    store = build(make_extractor(), records, tmp_path / "store", features)
     sums = [
         {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in path.iterdir()}
         for path in (whole.path, store.path)
