@@ -2,16 +2,20 @@
 
 from grove_adapters.calibration.comparison import Comparison, compare
 from grove_adapters.calibration.measure import calibrate, rank_correlation
+from grove_adapters.calibration.recalibrate import Recalibration, recalibrate, with_confidence_none
 from grove_adapters.calibration.report import CalibrationReport, Levels, Reliability, RiskCoverage, Score
 
 __all__ = [
     "CalibrationReport",
     "Comparison",
     "Levels",
+    "Recalibration",
     "Reliability",
     "RiskCoverage",
     "Score",
     "calibrate",
     "compare",
     "rank_correlation",
+    "recalibrate",
+    "with_confidence_none",
 ]
