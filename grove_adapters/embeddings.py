@@ -165,11 +165,17 @@ class Projection:
             features: (B, F) φ; or (B, F + D), where the encoder adds something to the layer's output that goes past
                 the layer (a residual connection), with what it adds in the last D columns.
         """
-        weight = torch.as_tensor(self.weight).to(features)
-        output = features[:, : self.width] @ weight.T
-        if self.bias is not None:
-            output = output + torch.as_tensor(self.bias).to(features)
-        return output + features[:, self.width :] if features.shape[1] > self.width else output
+        bias = None if self.bias is None else torch.as_tensor(self.bias).to(features)
+        return project(features, torch.as_tensor(self.weight).to(features), bias)
+
+
+def project(features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`Projection.apply` with a (D, F) weight and a (D,) bias as tensors."""
+    width = weight.shape[1]
+    output = features[:, :width] @ weight.T
+    if bias is not None:
+        output = output + bias
+    return output + features[:, width:] if features.shape[1] > width else output
 
 
 @dataclass(frozen=True, eq=False)

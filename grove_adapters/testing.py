@@ -123,20 +123,14 @@ def _equal(one: ProbabilisticEmbedding, other: ProbabilisticEmbedding, *, rtol: 
         torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=rtol, atol=atol)
 
 
-def _with_values(embeddings: Embeddings, values: Any, views: Any = None) -> Embeddings:
-    return Embeddings(
-        values,
-        embeddings.ids,
-        modality=embeddings.modality,
-        source=embeddings.source,
-        views=embeddings.views if views is None else views,
-        trusted=True,
-    )
+def _with_values(embeddings: Embeddings, values: Any, **others: Any) -> Embeddings:
+    return dataclasses.replace(embeddings, values=values, **others, trusted=True)
 
 
 def _with_arrays(pairs: Pairs, change: Callable[[Any], np.ndarray]) -> Pairs:
     images, texts = (
-        _with_values(part, change(part.values), change(part.views)) for part in (pairs.images, pairs.texts)
+        _with_values(part, change(part.values), views=change(part.views), features=change(part.features))
+        for part in (pairs.images, pairs.texts)
     )
     return Pairs(images, texts, pairs.links)
 
@@ -174,7 +168,7 @@ def _unfitted_names_the_next_call(name: str) -> None:
 
 def _wrong_dimension_refused(name: str) -> None:
     part = _part("image")
-    narrow = _with_values(part, part.values[:, :-1], None if part.views is None else part.views[..., :-1])
+    narrow = _with_values(part, part.values[:, :-1], views=None if part.views is None else part.views[..., :-1])
     error = _raised(InputError, lambda: _fitted(name).predict(narrow))
     assert str(part.dim) in str(error)
     assert str(part.dim - 1) in str(error)

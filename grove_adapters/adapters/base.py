@@ -109,12 +109,14 @@ class Batch:
     Attributes:
         values: (B, D) float32 on the device.
         views: (B, K, D) float32 on the device, or None.
+        features: (B, F) float32 on the device, or None.
         modality: ``"image"`` or ``"text"``.
         seed: The same for every batch of one call, so that results don't depend on where rows are cut.
     """
 
     values: torch.Tensor
     views: torch.Tensor | None
+    features: torch.Tensor | None = None
     modality: Modality
     seed: int
 
@@ -135,6 +137,7 @@ class Adapter(abc.ABC):
         config_class: Class of the settings.
         posterior_class: The posterior `predict` makes.
         needs_views: Whether `predict` reads the K views instead of the plain embeddings.
+        needs_features: Whether `fit` and `predict` read the features of the encoders' last linear layers too.
         gallery_aware: See `ProbabilisticEmbedding.gallery_aware`.
         config: The settings.
         dim_: D of the fitted embeddings.
@@ -147,6 +150,7 @@ class Adapter(abc.ABC):
     config_class: ClassVar[type[Config]] = Config
     posterior_class: ClassVar[type[ProbabilisticEmbedding]] = GaussianEmbedding
     needs_views: ClassVar[bool] = False
+    needs_features: ClassVar[bool] = False
     gallery_aware: ClassVar[bool] = False
 
     dim_: int
@@ -221,7 +225,9 @@ class Adapter(abc.ABC):
             _checks.same_dim(pairs.dim, embeddings.dim, what=f"{self.name}.fit")
             self._same_source(pairs.source, embeddings, "fit")
             _checks.finite(embeddings.values, what=f"{embeddings.modality} embeddings", ids=embeddings.ids)
-            self._enough_views(embeddings)
+            self._has_what_it_needs(embeddings)
+            if self.needs_features:
+                _checks.finite(embeddings.features, what=f"features of {embeddings.modality}s", ids=embeddings.ids)
         report = FitReport(adapter=self.name, seed=seed, n_pairs=len(pairs), n_validation=len(validation or ()))
         kept = None if checkpoint is None else Checkpoint(Path(checkpoint), self._identity(pairs, validation, seed))
         run = FitRun(seed=seed, device=torch.device(device), progress=progress, report=report, checkpoint=kept)
@@ -268,7 +274,7 @@ class Adapter(abc.ABC):
                 "another adapter"
             )
         self._same_source(self.source_, embeddings, "predict")
-        self._enough_views(embeddings)
+        self._has_what_it_needs(embeddings)
         _checks.count(batch_size, what="batch_size")
         from tqdm.auto import tqdm
 
@@ -406,19 +412,28 @@ class Adapter(abc.ABC):
                 f"{embeddings.source} ({expected.difference(embeddings.source)}); use one frozen model for everything"
             )
 
-    def _enough_views(self, embeddings: Embeddings) -> None:
+    def _has_what_it_needs(self, embeddings: Embeddings) -> None:
         if self.needs_views and embeddings.n_views < 2:
             raise InputError(
                 f"{self.name} expected at least 2 views of every {embeddings.modality}, got {embeddings.n_views}; "
                 "extract the store again with views=10"
+            )
+        if self.needs_features and (embeddings.features is None or embeddings.projection is None):
+            raise InputError(
+                f"{self.name} expected the features of the {embeddings.modality} encoder's last layer, got embeddings "
+                "without; build the store with features=True (on the command line --features), or give features= and "
+                "projection= to Embeddings"
             )
 
     def _batch(self, embeddings: Embeddings, start: int, size: int, device: str | torch.device, seed: int) -> Batch:
         stop = min(start + size, len(embeddings))
         values = as_float32(embeddings.values[start:stop], device)
         views = as_float32(embeddings.views[start:stop], device) if self.needs_views else None
+        features = as_float32(embeddings.features[start:stop], device) if self.needs_features else None
         _checks.finite(values, what=f"{embeddings.modality} embeddings", ids=embeddings.ids[start:stop])
-        return Batch(values=values, views=views, modality=embeddings.modality, seed=seed)
+        if features is not None:
+            _checks.finite(features, what=f"features of {embeddings.modality}s", ids=embeddings.ids[start:stop])
+        return Batch(values=values, views=views, features=features, modality=embeddings.modality, seed=seed)
 
 
 def _parts(pairs: Pairs, validation: Pairs | None) -> list[Embeddings]:

@@ -68,6 +68,7 @@ class Ensemble(Adapter):
         super().__init__(members, **settings)
         self.members_ = [revived(member) for member in self.config.members]
         self.needs_views = any(member.needs_views for member in self.members_)  # type: ignore[misc]
+        self.needs_features = any(member.needs_features for member in self.members_)  # type: ignore[misc]
 
     @classmethod
     def small_settings(cls) -> dict[str, Any]:
@@ -95,7 +96,7 @@ class Ensemble(Adapter):
 
     @torch.no_grad()
     def _units(self, module: torch.nn.Module, embeddings: Embeddings, seed: int) -> torch.Tensor:
-        batch = whole_batch(embeddings, seed, views=self.needs_views, at_most=SAMPLE)
+        batch = whole_batch(embeddings, seed, of=self, at_most=SAMPLE)
         values = torch.stack([posterior.uncertainty.double() for posterior, _ in self._posteriors(module, batch)])
         return torch.stack([values.mean(1), values.std(1, correction=0).clamp_min(1e-12)], 1)
 

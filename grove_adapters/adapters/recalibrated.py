@@ -68,6 +68,7 @@ class Recalibrated(Adapter):
         super().__init__(inner, **settings)
         self.inner_ = revived(self.config.inner)
         self.needs_views = self.inner_.needs_views  # type: ignore[misc]
+        self.needs_features = self.inner_.needs_features  # type: ignore[misc]
         self.posterior_class = self.inner_.posterior_class  # type: ignore[misc]
 
     @classmethod
@@ -88,7 +89,7 @@ class Recalibrated(Adapter):
         for modality, (rows, wrong) in _wrong_matches(validation).items():
             embeddings = (validation.images if modality == "image" else validation.texts).take(rows)
             with torch.no_grad():
-                batch = whole_batch(embeddings, run.seed, views=self.needs_views)
+                batch = whole_batch(embeddings, run.seed, of=self)
                 uncertainty = posterior_of(self.inner_, module.get_submodule("inner"), batch)[0].uncertainty.double()
             centre, spread = float(uncertainty.mean()), float(uncertainty.std(correction=0)) or 1.0
             slope, intercept = _logistic(((uncertainty - centre) / spread).numpy(), wrong)

@@ -57,13 +57,14 @@ def posterior_of(adapter: Adapter, module: torch.nn.Module, batch: Batch) -> tup
     return adapter.posterior_class(modality=batch.modality, **fields), "uncertainty" in fields
 
 
-def whole_batch(embeddings: Embeddings, seed: int, *, views: bool, at_most: int | None = None) -> Batch:
-    """Embeddings, or a sample of them, as one batch on the CPU."""
+def whole_batch(embeddings: Embeddings, seed: int, *, of: Adapter, at_most: int | None = None) -> Batch:
+    """Embeddings, or a sample of them, as one batch on the CPU with what an adapter needs."""
     if at_most is not None and len(embeddings) > at_most:
         embeddings = embeddings.take(np.sort(np.random.default_rng(seed).permutation(len(embeddings))[:at_most]))
     return Batch(
         values=as_float32(embeddings.values[:]),
-        views=as_float32(embeddings.views[:]) if views else None,
+        views=as_float32(embeddings.views[:]) if of.needs_views else None,
+        features=as_float32(embeddings.features[:]) if of.needs_features else None,
         modality=embeddings.modality,
         seed=seed,
     )
