@@ -8,15 +8,15 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from grove_adapters import _checks
-from grove_adapters.errors import InputError, InputTypeError, SourceMismatchError
+from grove_adapters.errors import InputError
 from grove_adapters.posterior import ProbabilisticEmbedding
-from grove_adapters.similarity import SIMILARITIES, Gaussians, gaussians, paired
+from grove_adapters.similarity import SIMILARITIES, Gaussians, paired
 from grove_adapters.tasks.base import TaskResult
 from grove_adapters.tasks.index import search
 from grove_adapters.tasks.matching import MATCH_UNCERTAINTIES, marginal_signals, match_signals, match_uncertainty
+from grove_adapters.tasks.reading import RankBy, check_pair, default_temperature, ranked
 from grove_adapters.tasks.truth import Direction, Truth
 
-RankBy = Literal["posterior", "backbone"]
 UncertaintyOf = Literal[
     "auto",
     "posterior",
@@ -27,10 +27,6 @@ UncertaintyOf = Literal[
     "minus_match_kl",
     "true_pair_distance",
 ]
-
-NATS_PER_LOGIT = {"cosine": 1.0, "csd": 0.5, "wasserstein2": 0.5}
-"""What the source's logit scale multiplies. Between unit vectors −½‖μ_q − μ_g‖² is the cosine up to a constant, so
-half the negated squared distances carry the logits of the frozen model, lowered by half the variances (ProLIP)."""
 
 CHUNK = 4096  # linked pairs compared at once
 
@@ -102,7 +98,7 @@ def retrieve(
     Source: GroVE sec. 4; Recall@k counts any true match, as ECCV Caption does. The deterministic baseline's published
     uncertainty is ``"true_pair_distance"``.
     """
-    _check_posteriors(images, texts)
+    check_pair(images, texts, task="retrieve")
     _checks.choice(direction, ("i2t", "t2i"), what="direction")
     _checks.choice(rank_by, ("posterior", "backbone"), what="rank_by")
     _checks.choice(similarity, ("auto", *SIMILARITIES), what="similarity")
@@ -134,10 +130,10 @@ def retrieve(
         similarity = "cosine" if rank_by == "backbone" or gallery_aware else "csd"
     if uncertainty == "auto":
         uncertainty = "one_minus_max_similarity" if queries.gallery_aware else "posterior"
-    query_side, gallery_side = (_ranked(side, rank_by, similarity) for side in (queries, gallery))
+    query_side, gallery_side = (ranked(side, rank_by, similarity) for side in (queries, gallery))
     query_side = query_side if len(asked) == len(queries) else query_side.rows(asked)
     if temperature is None:
-        temperature = _temperature(similarity, queries.source.logit_scale)
+        temperature = default_temperature(similarity, queries.source.logit_scale)
     if temperature is None and (uncertainty in MATCH_UNCERTAINTIES or marginal == "empirical"):
         asked_for = f"uncertainty={uncertainty!r}" if uncertainty in MATCH_UNCERTAINTIES else f"marginal={marginal!r}"
         raise InputError(
@@ -169,7 +165,7 @@ def retrieve(
         uncertain = 1 - nearest.scores[:, 0]
     else:
         uncertain = _true_pair_distance(
-            _ranked(queries, rank_by, "cosine"), _ranked(gallery, rank_by, "cosine"), truth.matches
+            ranked(queries, rank_by, "cosine"), ranked(gallery, rank_by, "cosine"), truth.matches
         )[asked]
     detail: dict[str, Any] = {
         "top": top,
@@ -213,49 +209,6 @@ def retrieve(
             "gallery_maker": gallery.maker,
         },
     )
-
-
-def _check_posteriors(images: ProbabilisticEmbedding, texts: ProbabilisticEmbedding) -> None:
-    for side, modality in ((images, "image"), (texts, "text")):
-        if not isinstance(side, ProbabilisticEmbedding):
-            raise InputTypeError(
-                f"retrieve expected a posterior of {modality}s, got {type(side).__name__}; "
-                "predict one with an adapter, e.g. create_adapter('deterministic')"
-            )
-        if side.modality != modality:
-            raise InputError(
-                f"retrieve expected {modality}s, got {side.modality}s; the order is retrieve(images, texts, …) "
-                "in both directions"
-            )
-    if images.source.fingerprint != texts.source.fingerprint:
-        raise SourceMismatchError(
-            f"retrieve expected images and texts of one model, got {images.source} and {texts.source} "
-            f"({images.source.difference(texts.source)}); embed both with the same model and settings"
-        )
-    _checks.same_dim(images.dim, texts.dim, what="images", got_from=" in texts")
-
-
-def _ranked(side: ProbabilisticEmbedding, rank_by: str, similarity: str) -> Gaussians:
-    if rank_by == "posterior":
-        return gaussians(side)
-    if side.backbone is None:
-        raise InputError(
-            f"rank_by='backbone' expected {side.modality} posteriors that carry their frozen embeddings, got none; "
-            "use rank_by='posterior', or predict them again with an adapter"
-        )
-    if similarity != "cosine":
-        raise InputError(
-            f"rank_by='backbone' expected similarity='cosine', got {similarity!r}; frozen embeddings have no variance"
-        )
-    return gaussians(side.backbone, need_variance=False)
-
-
-def _temperature(similarity: str, logit_scale: float | None) -> float | None:
-    if similarity == "expected_likelihood":  # log ∫ p_q p_g is a log-likelihood already
-        return 1.0
-    if logit_scale is None or similarity not in NATS_PER_LOGIT:
-        return None
-    return logit_scale * NATS_PER_LOGIT[similarity]
 
 
 def _true_pair_distance(queries: Gaussians, gallery: Gaussians, matches: np.ndarray) -> np.ndarray:
