@@ -1,6 +1,7 @@
 """How far an uncertainty can be trusted: levels, scores, intervals, and the report that holds them."""
 
 from grove_adapters.calibration.comparison import Comparison, compare
+from grove_adapters.calibration.conformal import Conformal, ConformalSets, conformalise
 from grove_adapters.calibration.measure import calibrate, rank_correlation
 from grove_adapters.calibration.recalibrate import Recalibration, recalibrate, with_confidence_none
 from grove_adapters.calibration.report import CalibrationReport, Levels, Reliability, RiskCoverage, Score
@@ -8,6 +9,8 @@ from grove_adapters.calibration.report import CalibrationReport, Levels, Reliabi
 __all__ = [
     "CalibrationReport",
     "Comparison",
+    "Conformal",
+    "ConformalSets",
     "Levels",
     "Recalibration",
     "Reliability",
@@ -15,6 +18,7 @@ __all__ = [
     "Score",
     "calibrate",
     "compare",
+    "conformalise",
     "rank_correlation",
     "recalibrate",
     "with_confidence_none",

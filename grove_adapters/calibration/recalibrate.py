@@ -12,6 +12,7 @@ import numpy as np
 from scipy.special import expit, logit
 
 from grove_adapters import _checks, _io
+from grove_adapters.calibration.kinds import kind_of, refuse_another_kind
 from grove_adapters.errors import InputError, InputTypeError, UnreadableError
 from grove_adapters.tasks.base import TaskResult
 
@@ -64,13 +65,8 @@ class Recalibration:
         Raises:
             InputError: The result lacks a signal, or was made in another way than the one this was fitted on.
         """
-        same = _kind_of(result)
-        for name, mine in self.fitted_on.get("kind", {}).items():
-            if same.get(name) != mine:
-                raise InputError(
-                    f"recalibration expected a result with {name} {mine!r} as it was fitted on, got "
-                    f"{same.get(name)!r}; fit one for this result with recalibrate"
-                )
+        kind = self.fitted_on.get("kind", {})
+        refuse_another_kind(kind, result, what="recalibration", refit="recalibrate")
         features = _features(self.method, self.signals, result)
         if self.method == "isotonic":
             return np.interp(features[:, 0], self.parameters["confidence"], self.parameters["share"])
@@ -180,7 +176,7 @@ def recalibrate(
         parameters = _logistic(features, result.correct, method)
     fitted_on = {
         "task": result.task,
-        "kind": _kind_of(result),
+        "kind": kind_of(result),
         "n_queries": len(result),
         "n_gallery": result.provenance.get("n_gallery"),
         "share": float(result.correct.mean()),
@@ -299,14 +295,3 @@ def _histogram(confidence: np.ndarray, correct: np.ndarray) -> dict[str, Any]:
     edges = edges[edges > confidence.min()]  # an edge belongs to the bin above it, so that none is empty
     bins = np.searchsorted(edges, confidence, "right")
     return {"edges": edges, "share": np.bincount(bins, correct) / np.bincount(bins)}
-
-
-def _kind_of(result: TaskResult) -> dict[str, Any]:
-    """What two results must share for a map fitted on one to hold for the other."""
-    provenance = result.provenance
-    return {
-        "direction": result.direction,
-        **{name: provenance.get(name) for name in ("rank_by", "similarity", "temperature", "marginal")},
-        "source": provenance.get("source", {}).get("fingerprint"),
-        "adapters": [provenance.get(side, {}).get("adapter") for side in ("query_maker", "gallery_maker")],
-    }

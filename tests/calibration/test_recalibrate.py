@@ -192,7 +192,7 @@ def test_a_map_is_for_results_made_the_same_way(tmp_path):
         ({"query_maker": {"adapter": "grove"}}, "adapters"),
         ({"source": {"fingerprint": "b"}}, "source 'a'"),
     ):
-        with pytest.raises(InputError, match=f"{name}.*fit one for this result with recalibrate"):
+        with pytest.raises(InputError, match=f"{name}.*fit anew with recalibrate"):
             map_.apply(result([1, 0], [0.9, 0.2], provenance=made | changed))
     with pytest.raises(InputError, match="direction 'i2t'"):
         map_.apply(dataclasses.replace(held_out, direction="t2i"))
