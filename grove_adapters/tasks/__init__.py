@@ -4,5 +4,6 @@ from grove_adapters.tasks.absence import retrieve_absent
 from grove_adapters.tasks.base import TaskResult
 from grove_adapters.tasks.index import Neighbours, search
 from grove_adapters.tasks.retrieval import retrieve
+from grove_adapters.tasks.zero_shot import class_mixtures, classify
 
-__all__ = ["Neighbours", "TaskResult", "retrieve", "retrieve_absent", "search"]
+__all__ = ["Neighbours", "TaskResult", "class_mixtures", "classify", "retrieve", "retrieve_absent", "search"]
