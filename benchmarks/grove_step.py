@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -76,12 +77,18 @@ def ours(size: argparse.Namespace) -> Callable[[], None]:
     return step
 
 
-def one_gp_per_dimension(size: argparse.Namespace) -> Callable[[], None]:
-    """The same step with D latent GPs a modality."""
+def quiet_gpytorch() -> ModuleType:
+    """GPyTorch, without the warning of its import."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         import gpytorch
 
+    return gpytorch
+
+
+def one_modality(size: argparse.Namespace) -> torch.nn.Module:
+    """D latent GPs, each with inducing inputs, length scale and q(u) of its own, mixed by a dense D×D matrix."""
+    gpytorch = quiet_gpytorch()
     dims = torch.Size([size.dim])
 
     class Modality(gpytorch.models.ApproximateGP):
@@ -103,9 +110,15 @@ def one_gp_per_dimension(size: argparse.Namespace) -> Callable[[], None]:
         def forward(self, x: torch.Tensor) -> object:
             return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
+    return Modality()
+
+
+def one_gp_per_dimension(size: argparse.Namespace) -> Callable[[], None]:
+    """The same step with D latent GPs a modality."""
+    gpytorch = quiet_gpytorch()
     targets = [torch.from_numpy(unit_vectors(N_LINKS, size.dim, seed)) for seed in (0, 1)]
     latents = torch.nn.Parameter(torch.randn(N_LINKS, size.latent_dim))
-    models = torch.nn.ModuleList(Modality() for _ in targets)
+    models = torch.nn.ModuleList(one_modality(size) for _ in targets)
     likelihoods = torch.nn.ModuleList(
         gpytorch.likelihoods.MultitaskGaussianLikelihood(num_tasks=size.dim) for _ in targets
     )
@@ -124,6 +137,22 @@ def one_gp_per_dimension(size: argparse.Namespace) -> Callable[[], None]:
         square = (mean_i - mean_t).square()
         alignment = 0.25 * ((v_i + square) / v_t + (v_t + square) / v_i - 2).sum(1).mean()
         (loss + ALIGNMENT * alignment).backward()
+        optimiser.step()
+
+    return step
+
+
+def one_gp_per_dimension_search(size: argparse.Namespace, *, rows: int) -> Callable[[], None]:
+    """An Adam step on the latents of new rows of one modality, the model frozen; every step factorises anew."""
+    model = one_modality(size).requires_grad_(False)  # in training mode: the factors kept in evaluation hold a graph
+    values = torch.from_numpy(unit_vectors(rows, size.dim, 2))
+    x = torch.zeros(rows, size.latent_dim, requires_grad=True)
+    optimiser = torch.optim.Adam([x], lr=0.1)
+
+    def step() -> None:
+        optimiser.zero_grad()
+        output = model(x)
+        ((output.mean - values).square() + output.variance).sum().backward()
         optimiser.step()
 
     return step

@@ -164,10 +164,9 @@ class SparseGP(torch.nn.Module):
         the difference, where digits cancel; the rest is float32. A floor of the smallest jitter keeps rounding from
         making it ≤ 0.
         """
-        single = features.float()
-        conditional = self.kernel.scale - features.square().sum(1, keepdim=True)
-        variance = conditional + self.covariance.spread(single)
-        return single @ self.mean, variance.clamp_min(JITTERS[0] * self.kernel.scale.detach())
+        single, scale = features.float(), self.kernel.scale
+        variance = scale - features.square().sum(1, keepdim=True) + self.covariance.spread(single)
+        return single @ self.mean, variance.clamp_min(JITTERS[0] * scale.detach())
 
     def follows_optimum(self, *, inducing_too: bool) -> None:
         """Leave q(u), and the inducing inputs where asked, to whoever sets them: no optimiser moves them."""

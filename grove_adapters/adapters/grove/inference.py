@@ -305,9 +305,8 @@ def _updated(inverse: torch.Tensor, step: torch.Tensor, change: torch.Tensor, wa
     """BFGS update of inverse curvatures (B, L, L) where it is wanted and keeps them positive definite."""
     along = (step * change).sum(1)
     wanted = wanted & (along > 1e-8 * step.norm(dim=1) * change.norm(dim=1))
-    along = torch.where(wanted, along, 1.0)[:, None, None]
-    turned = inverse @ change[:, :, None]
-    outer = step[:, :, None] * turned.mT
-    square = step[:, :, None] * step[:, None]
-    factor = (along + change[:, None] @ turned) / along.square()
-    return torch.where(wanted[:, None, None], inverse + factor * square - (outer + outer.mT) / along, inverse)
+    along = torch.where(wanted, along, 1.0)[:, None]
+    step = torch.where(wanted[:, None], step, 0.0)
+    turned = (inverse @ change[:, :, None])[:, :, 0]
+    other = (0.5 * (along + (change * turned).sum(1, keepdim=True)) / along * step - turned) / along
+    return torch.baddbmm(inverse, torch.stack([step, other], 2), torch.stack([other, step], 1))

@@ -87,7 +87,7 @@ def _components(
     filled = values > 1e-9 * values[0]
     directions = torch.zeros(len(weights), latent_dim)
     directions[:, : len(values)] = torch.where(filled, weights[:, None] * vectors * values.abs().rsqrt(), 0).float()
-    latents = torch.empty(len(data), latent_dim)  # whole from the start: small pieces kept between large ones pin memory
+    latents = torch.empty(len(data), latent_dim)  # whole at once: small pieces kept between large ones pin memory
     for rows, batch in data.sweep():
         latents[rows] = _joint(batch, constants) @ directions
     return latents

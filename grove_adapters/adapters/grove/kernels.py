@@ -104,11 +104,11 @@ class Stationary(Kernel):
 
     def local(self, x: torch.Tensor, y: torch.Tensor) -> StationaryLocal:
         """Covariances of points x (B, L) and y (M, L), ready to be differentiated in x."""
-        u, v = x.double() / self.lengthscale, y.double() / self.lengthscale
-        square = (u.square().sum(1, keepdim=True) - 2 * u @ v.T + v.square().sum(1)).clamp_min(0)
+        lengthscale, scale = self.lengthscale, self.scale
+        u, v = x.double() / lengthscale, y.double() / lengthscale
+        square = torch.addmm(v.square().sum(1), u, v.T, alpha=-2).add(u.square().sum(1, keepdim=True)).clamp_min(0)
         value, first, second = self.profile(square)
-        inverse = (1 / self.lengthscale).expand(u.shape[1])
-        return StationaryLocal(u, v, inverse, self.scale, self.scale * value, first, second)
+        return StationaryLocal(u, v, lengthscale, scale, scale * value, first, second)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class StationaryLocal:
     Attributes:
         u: (B, L) x in length scales.
         v: (M, L) y in length scales.
-        inverse: (L,) 1 / ℓ.
+        lengthscale: (L,) ℓ, or () where it is one.
         scale: s².
         value: (B, M) covariances.
         first: (B, M) a = 2 φ′.
@@ -127,7 +127,7 @@ class StationaryLocal:
 
     u: torch.Tensor
     v: torch.Tensor
-    inverse: torch.Tensor
+    lengthscale: torch.Tensor
     scale: torch.Tensor
     value: torch.Tensor
     first: torch.Tensor
@@ -135,12 +135,14 @@ class StationaryLocal:
 
     def slopes(self) -> torch.Tensor:
         """(B, L, M) gradients ∇ₓ k(x, y)."""
-        return (self.u[:, :, None] - self.v.T) * self.first[:, None] * (self.scale * self.inverse)[:, None]
+        # scaled and contiguous while small, so that the large tensor is gone through twice only
+        width = (self.scale / self.lengthscale).expand(self.u.shape[1])[:, None]
+        return (width * self.u[:, :, None] - (width * self.v.T).contiguous()).mul_(self.first[:, None])
 
     def pull(self, weights: torch.Tensor) -> torch.Tensor:
         """(B, L) sums Σₘ wₘ ∇ₓ k(x, yₘ)."""
         first = weights * self.first
-        return (first.sum(1, keepdim=True) * self.u - first @ self.v) * (self.scale * self.inverse)
+        return (first.sum(1, keepdim=True) * self.u - first @ self.v) * (self.scale / self.lengthscale)
 
     def bend(self, weights: torch.Tensor) -> torch.Tensor:
         """(B, L, L) sums Σₘ wₘ ∇²ₓ k(x, yₘ)."""
@@ -150,8 +152,8 @@ class StationaryLocal:
         outer = (second @ (v[:, :, None] * v[:, None]).reshape(len(v), -1)).view(-1, width, width)
         cross = (second @ v)[:, :, None] * u[:, None]
         outer = outer - cross - cross.mT + second.sum(1)[:, None, None] * (u[:, :, None] * u[:, None])
-        identity = torch.eye(width, dtype=u.dtype, device=u.device)
-        return (outer + first[:, None, None] * identity) * (self.scale * self.inverse[:, None] * self.inverse)
+        identity, lengths = torch.eye(width, dtype=u.dtype, device=u.device), self.lengthscale.expand(width)
+        return (outer + first[:, None, None] * identity) * (self.scale / (lengths[:, None] * lengths))
 
 
 class RBF(Stationary):
