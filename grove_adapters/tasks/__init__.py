@@ -4,6 +4,18 @@ from grove_adapters.tasks.absence import retrieve_absent
 from grove_adapters.tasks.base import TaskResult
 from grove_adapters.tasks.index import Neighbours, search
 from grove_adapters.tasks.retrieval import retrieve
+from grove_adapters.tasks.vqa import Questions, answer, soft_accuracy
 from grove_adapters.tasks.zero_shot import class_mixtures, classify
 
-__all__ = ["Neighbours", "TaskResult", "class_mixtures", "classify", "retrieve", "retrieve_absent", "search"]
+__all__ = [
+    "Neighbours",
+    "Questions",
+    "TaskResult",
+    "answer",
+    "class_mixtures",
+    "classify",
+    "retrieve",
+    "retrieve_absent",
+    "search",
+    "soft_accuracy",
+]
