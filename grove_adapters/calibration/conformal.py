@@ -192,7 +192,8 @@ def conformalise(
     Args:
         result: A retrieval of queries that will not be judged, as deep as sets may become: ``k=(1, 100)``.
         alpha: Share of queries whose set may miss, between 0 and 1.
-        score: ``"threshold"``: 1 − the answer's probability; the smallest sets on average. ``"adaptive"``: the mass of
+        score: ``"threshold"``: −log p of the answer's probability, which orders as 1 − p does and rounds nothing away;
+            the smallest sets on average. ``"adaptive"``: the mass of
             likelier answers and a uniform share of its own; larger where the query is hard, so that hard queries are
             covered too. ``"rank"``: the place in the ranking; every set is the first k, with the k that suffices.
         categories: (Q,) a category of each query, or of its true match, for one threshold each; the promise then holds
@@ -263,7 +264,7 @@ def _scores(result: TaskResult, score: str, depth: int | None, seed: int) -> np.
         return np.broadcast_to(np.arange(1.0, depth + 1), (len(result), depth))
     probability = result.detail["top_probabilities"][:, :depth]
     if score == "threshold":
-        return 1 - probability
+        return -np.log(np.maximum(probability, np.finfo(np.float64).tiny))
     share = np.random.default_rng(seed).random((len(result), 1))
     return probability.cumsum(1) - (1 - share) * probability
 

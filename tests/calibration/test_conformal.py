@@ -95,17 +95,27 @@ def test_sets_are_those_of_the_definition():
     held_out, others = result(60, seed=1), result(30, seed=2)
     p = np.take_along_axis(others.detail["top_probabilities"], np.argsort(others.detail["top"], 1), 1)
     rule = conformalise(held_out, alpha=0.2)
-    best = (1 - held_out.detail["top_probabilities"])[held_out.detail["top_correct"]]
+    best = -np.log(held_out.detail["top_probabilities"])[held_out.detail["top_correct"]]
     assert rule.thresholds == {"": np.sort(best)[math.ceil(61 * 0.8) - 1]}
     sets = rule.sets(others)
     for query in range(30):
-        expected = np.flatnonzero(1 - p[query] <= rule.thresholds[""])
+        expected = np.flatnonzero(-np.log(p[query]) <= rule.thresholds[""])
         assert sorted(sets.rows(query)) == expected.tolist()
         assert sets.sizes[query] == len(expected)
     by_rank = conformalise(held_out, alpha=0.2, score="rank")
     assert (by_rank.sets(others).sizes == by_rank.thresholds[""]).all()
     places = np.argmax(held_out.detail["top_correct"], 1) + 1
     assert (places <= by_rank.thresholds[""]).mean() >= 0.8 > (places <= by_rank.thresholds[""] - 1).mean()
+
+
+def test_tiny_probabilities_are_told_apart():
+    """1 − p is 1 for all of them."""
+    whole = result(200)
+    tiny = dataclasses.replace(
+        whole, detail={**whole.detail, "top_probabilities": whole.detail["top_probabilities"] * 1e-30}
+    )
+    expected = conformalise(whole).sets(whole)
+    np.testing.assert_array_equal(conformalise(tiny).sets(tiny).included, expected.included)
 
 
 def test_adaptive_sets_grow_with_difficulty():
@@ -163,7 +173,7 @@ def test_every_category_is_covered_by_its_own_threshold():
     by_query = rule.sets(others, query_categories=of_others)
     np.testing.assert_array_equal(
         by_query.included,
-        (1 - others.detail["top_probabilities"]) <= np.array([rule.thresholds[c] for c in of_others])[:, None],
+        -np.log(others.detail["top_probabilities"]) <= np.array([rule.thresholds[c] for c in of_others])[:, None],
     )
     unseen = rule.sets(others, gallery_categories=np.full(12, "never"))
     assert (unseen.sizes == 12).all()
