@@ -4,6 +4,7 @@ from grove_adapters.tasks.absence import retrieve_absent
 from grove_adapters.tasks.base import TaskResult
 from grove_adapters.tasks.index import Neighbours, search
 from grove_adapters.tasks.retrieval import retrieve
+from grove_adapters.tasks.temperature import fit_temperature
 from grove_adapters.tasks.vqa import Questions, answer, soft_accuracy
 from grove_adapters.tasks.zero_shot import class_mixtures, classify
 
@@ -14,6 +15,7 @@ __all__ = [
     "answer",
     "class_mixtures",
     "classify",
+    "fit_temperature",
     "retrieve",
     "retrieve_absent",
     "search",

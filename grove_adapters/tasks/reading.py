@@ -62,6 +62,11 @@ def ranked(side: ProbabilisticEmbedding, rank_by: RankBy, similarity: str) -> Ga
     return gaussians(side.backbone, need_variance=False)
 
 
+def default_similarity(images: ProbabilisticEmbedding, texts: ProbabilisticEmbedding, rank_by: RankBy) -> str:
+    """What ranks where nothing was chosen: frozen embeddings and points have no variance that could matter."""
+    return "cosine" if rank_by == "backbone" or images.gallery_aware or texts.gallery_aware else "csd"
+
+
 def default_temperature(similarity: str, logit_scale: float | None) -> float | None:
     """What makes a similarity a logit; None where nobody knows."""
     if similarity == "expected_likelihood":  # log ∫ p_q p_g is a log-likelihood already
