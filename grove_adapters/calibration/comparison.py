@@ -14,9 +14,11 @@ from grove_adapters import _io
 from grove_adapters.calibration import bootstrap
 from grove_adapters.calibration.measure import COVERAGES, RISKS, Rows, Settings
 from grove_adapters.calibration.report import Score
-from grove_adapters.calibration.scores import SCORES
+from grove_adapters.calibration.scores import RANKINGS, SCORES, Kind
 from grove_adapters.errors import InputError
 from grove_adapters.tasks.base import TaskResult
+
+SHARE = Kind((0, 1), larger_is_better=True)  # recall@k, accuracy@coverage, coverage@risk
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -60,8 +62,7 @@ class Comparison:
         """
         if name not in self.differences:
             raise InputError(f"comparison has no score {name!r}; it has {', '.join(self.differences)}")
-        kind = SCORES.get(name)
-        larger_is_better = True if kind is None else kind.larger_is_better  # recall@k, accuracy@c, coverage@r: shares
+        larger_is_better = _kind(name).larger_is_better
         if larger_is_better is None:
             raise InputError(f"comparison expected a score with a better direction, got {name!r}; look at its interval")
         difference = self.differences[name]
@@ -141,9 +142,9 @@ def compare(
     few = any(rows.few for rows in pair)
     differences = {}
     for name, (value,) in observed.items():
-        kind = SCORES.get(name)
-        width = 1.0 if kind is None else kind.bounds[1] - kind.bounds[0]
-        judged = name in draws and not (kind is not None and kind.contrasts and few)
+        kind = _kind(name)
+        width = kind.bounds[1] - kind.bounds[0]
+        judged = name in draws and not (kind.contrasts and few)
         sample = draws[name] if judged else np.empty(0)
         low, high = bootstrap.interval(sample, float(value), interval, (-width, width))
         differences[name] = Score(float(value), low, high, bootstrap.difference_p_value(sample, float(value)))
@@ -161,6 +162,10 @@ def compare(
     )
 
 
+def _kind(name: str) -> Kind:
+    return RANKINGS[name].kind if name in RANKINGS else SCORES.get(name, SHARE)
+
+
 def _by_id(result: Any) -> np.ndarray | None:
     return np.argsort(result.ids) if isinstance(result, TaskResult) else None
 
@@ -176,6 +181,7 @@ def _named(rows: Rows, result: TaskResult, weights: np.ndarray) -> Iterator[tupl
     scored = rows.queries.scored(weights)
     for k, column in zip(result.recall_at, scored["recall_at"].T, strict=True):
         yield f"recall@{k}", column
+    yield from zip(rows.queries.ranking, scored["ranking"].T, strict=True)
     for name in SCORES:
         if name in scored:
             yield name, scored[name]

@@ -16,7 +16,15 @@ import torch
 from grove_adapters import _checks
 from grove_adapters.calibration import bins, bootstrap
 from grove_adapters.calibration.report import CalibrationReport, Levels, Reliability, RiskCoverage, Score
-from grove_adapters.calibration.scores import SCORES, Blocks, Null, Queries, confidence_bin, rank_correlations
+from grove_adapters.calibration.scores import (
+    RANKINGS,
+    SCORES,
+    Blocks,
+    Null,
+    Queries,
+    confidence_bin,
+    rank_correlations,
+)
 from grove_adapters.errors import InputError, InputTypeError
 from grove_adapters.tasks.base import TaskResult
 
@@ -95,6 +103,11 @@ def calibrate(
             for key, value, column in zip(keys, observed[name], columns, strict=True)
         }
 
+    ranking = {}
+    for column, name in enumerate(rows.queries.ranking):
+        value = float(observed["ranking"][column])
+        sample = draws["ranking"][:, column] if draws else np.empty(0)
+        ranking[name] = Score(value, *bootstrap.interval(sample, value, interval, RANKINGS[name].kind.bounds))
     recall_draws = draws.get("recall", np.empty(0))
     scores["recall"] = _share_score(scores["recall"].value, recall_draws, rows.n_groups, interval)
     risk_draws = draws.get("risk", np.empty((0, len(rows.queries.curve_coverages))))
@@ -112,6 +125,7 @@ def calibrate(
         recall_at=shares("recall_at", tuple(result.recall_at)),
         accuracy_at_coverage=shares("accuracy_at_coverage", settings.coverages),
         coverage_at_risk=shares("coverage_at_risk", settings.risks),
+        ranking=ranking,
         levels=_levels(rows.correct, rows.uncertainty, rows.queries.members(), interval),
         reliability=None
         if rows.confidence is None
@@ -207,6 +221,11 @@ class Rows:
                 uncertainty,
                 confidence,
                 {k: hits[order] for k, hits in result.recall_at.items()},
+                ranking={
+                    name: result.detail[kind.column][order]
+                    for name, kind in RANKINGS.items()
+                    if kind.column in result.query_detail
+                },
                 levels=settings.levels,
                 protocol=settings.protocol,
                 confidence_bins=settings.confidence_bins,

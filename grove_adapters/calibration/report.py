@@ -130,6 +130,8 @@ class CalibrationReport:
         recall_at: k → recall@k.
         accuracy_at_coverage: Share of the queries → mean correctness of that many of the most certain ones.
         coverage_at_risk: Mean error → largest share of most certain queries that keep it.
+        ranking: mAP@R, R-Precision and the median rank of the first true match, as ``map_at_r``, ``r_precision`` and
+            ``median_rank``, where the task was asked for them.
         levels: The levels behind S, R² and −S·R².
         reliability: The bins behind the ECE, or None where the result has no confidence.
         risk_coverage: The curve behind the AURC, at no more than 100 coverages.
@@ -149,6 +151,7 @@ class CalibrationReport:
     recall_at: Mapping[int, Score]
     accuracy_at_coverage: Mapping[float, Score] = field(default_factory=dict)
     coverage_at_risk: Mapping[float, Score] = field(default_factory=dict)
+    ranking: Mapping[str, Score] = field(default_factory=dict)
     levels: Levels
     reliability: Reliability | None
     risk_coverage: RiskCoverage
@@ -188,6 +191,7 @@ class CalibrationReport:
         """All scores under the names that `row` gives them."""
         return {
             **{f"recall@{k}": score for k, score in self.recall_at.items()},
+            **self.ranking,
             **self.scores,
             **{f"accuracy@{coverage:g}": score for coverage, score in self.accuracy_at_coverage.items()},
             **{f"coverage@{risk:g}": score for risk, score in self.coverage_at_risk.items()},
@@ -234,7 +238,8 @@ class CalibrationReport:
             if content.pop("schema") != SCHEMA:
                 raise ValueError("another schema")
             content["scores"] = {name: _score(score) for name, score in content["scores"].items()}
-            for name, key in (("recall_at", int), ("accuracy_at_coverage", float), ("coverage_at_risk", float)):
+            mappings = {"recall_at": int, "accuracy_at_coverage": float, "coverage_at_risk": float, "ranking": str}
+            for name, key in mappings.items():
                 content[name] = {key(at): _score(score) for at, score in content[name].items()}
             content["levels"] = Levels(**_columns(content["levels"]))
             if content["reliability"] is not None:

@@ -93,6 +93,28 @@ Of the confidence:
 * ``nll``: mean −log probability of what happened, in nats; confidences are kept 2⁻⁵² away from 0 and 1.
 """
 
+
+class Ranking(NamedTuple):
+    """A score of whole rankings.
+
+    Attributes:
+        column: The entry of `TaskResult.detail` with one number a query.
+        kind: What is known of it.
+        median: Whether it is the median of that entry instead of its mean.
+    """
+
+    column: str
+    kind: Kind
+    median: bool = False
+
+
+RANKINGS: dict[str, Ranking] = {
+    "map_at_r": Ranking("average_precision_at_r", Kind((0, 1), larger_is_better=True)),
+    "r_precision": Ranking("r_precision", Kind((0, 1), larger_is_better=True)),
+    "median_rank": Ranking("first_rank", Kind((1, np.inf), larger_is_better=False), median=True),
+}
+"""The scores of rankings, where a task was asked for them; see `tasks.ranking`."""
+
 ROUNDING = 1e-9  # of sums of errors, far below one query
 LEVEL_SCORES_NEED = 3  # non-empty levels: a line through two points always fits
 CURVE_POINTS = 100  # of a risk-coverage curve
@@ -193,6 +215,7 @@ class Queries:
         by_error: The queries in blocks of equal error.
         confidences: Their confidences, or None.
         hits: (Q, number of k) columns of recall@k.
+        ranking: Names in `RANKINGS` → (Q,) their columns.
         levels: Number of levels.
         protocol: Name of the rule that makes them.
         coverages: Shares of the queries at which the accuracy is wanted.
@@ -204,6 +227,7 @@ class Queries:
     by_error: Blocks
     confidences: Confidences | None
     hits: np.ndarray
+    ranking: Mapping[str, np.ndarray]
     levels: int
     protocol: str
     coverages: tuple[float, ...]
@@ -217,6 +241,7 @@ class Queries:
         confidence: np.ndarray | None = None,
         recall_at: Mapping[int, np.ndarray] | None = None,
         *,
+        ranking: Mapping[str, np.ndarray] | None = None,
         levels: int = 10,
         protocol: str = "equal_count",
         confidence_bins: int = 15,
@@ -231,6 +256,7 @@ class Queries:
             by_error=Blocks.of(1 - correct),
             confidences=None if confidence is None else Confidences(confidence, correct, confidence_bins),
             hits=np.stack(hits, 1) if hits else np.empty((len(correct), 0)),
+            ranking=ranking or {},
             levels=levels,
             protocol=protocol,
             coverages=tuple(coverages),
@@ -258,8 +284,8 @@ class Queries:
 
         Returns:
             The names of `SCORES` as (R,), those of the confidence only where there is one; ``recall_at`` (R, number
-            of k), ``accuracy_at_coverage`` (R, number of `coverages`), ``coverage_at_risk`` (R, number of `risks`)
-            and ``risk`` (R, P) at `curve_coverages`.
+            of k), ``ranking`` (R, number of `ranking`), ``accuracy_at_coverage`` (R, number of `coverages`),
+            ``coverage_at_risk`` (R, number of `risks`) and ``risk`` (R, P) at `curve_coverages`.
         """
         blocks = self.by_uncertainty
         in_order = blocks.arranged(weights)
@@ -281,6 +307,7 @@ class Queries:
             "aurc": aurc,
             "excess_aurc": np.maximum(aurc - self._optimal_aurc(weights), 0),
             "recall_at": weights @ self.hits / total[:, None],
+            "ranking": self._ranking(weights, total),
             "accuracy_at_coverage": 1 - at_coverages,
             "coverage_at_risk": coverage_at_risk(counts, errors, running_counts, running_errors, self.risks),
             "risk": curve,
@@ -288,6 +315,13 @@ class Queries:
         if self.confidences is not None:
             scores |= self.confidences.scored(weights, total)
         return scores
+
+    def _ranking(self, weights: np.ndarray, total: np.ndarray) -> np.ndarray:
+        columns = [
+            _median(column, weights) if RANKINGS[name].median else weights @ column / total
+            for name, column in self.ranking.items()
+        ]
+        return np.stack(columns, 1) if columns else np.empty((len(weights), 0))
 
     def optimal_risk(self) -> np.ndarray:
         """(P,) risk at `curve_coverages` of an uncertainty that ranks every error last."""
@@ -445,6 +479,18 @@ def _auroc(wrong_mid_ranks: np.ndarray, total: np.ndarray, wrong: np.ndarray) ->
     pairs = wrong * (total - wrong)
     wins = wrong_mid_ranks - wrong**2 / 2  # pairs of two wrong queries win half of their comparisons
     return np.divide(wins, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0)
+
+
+def _median(column: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """(R,) medians of a column under R weightings of whole numbers."""
+    blocks = Blocks.of(column)
+    running = blocks.sums(blocks.arranged(weights)).cumsum(1)
+    total = running[:, -1]
+    below, above = (
+        np.array([np.searchsorted(row, place, side="right") for row, place in zip(running, places, strict=True)])
+        for places in ((total - 1) // 2, total // 2)
+    )
+    return (blocks.values[below] + blocks.values[above]) / 2
 
 
 def _aurc(counts: np.ndarray, errors: np.ndarray, running_counts: np.ndarray, running_errors: np.ndarray) -> np.ndarray:

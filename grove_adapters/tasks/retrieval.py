@@ -14,6 +14,7 @@ from grove_adapters.similarity import SIMILARITIES, Gaussians, paired
 from grove_adapters.tasks.base import TaskResult
 from grove_adapters.tasks.index import search
 from grove_adapters.tasks.matching import MATCH_UNCERTAINTIES, marginal_signals, match_signals, match_uncertainty
+from grove_adapters.tasks.ranking import ranking_signals
 from grove_adapters.tasks.reading import RankBy, check_pair, default_temperature, ranked
 from grove_adapters.tasks.truth import Direction, Truth
 
@@ -44,6 +45,7 @@ def retrieve(
     temperature: float | None = None,
     marginal: Literal["uniform", "empirical"] = "uniform",
     k: int | Sequence[int] = (1, 5, 10),
+    ranking: bool = False,
     unmatched: Literal["raise", "drop", "keep"] = "raise",
     progress: bool = False,
 ) -> TaskResult:
@@ -72,6 +74,8 @@ def retrieve(
         marginal: What ``match_kl`` is the divergence from: ``"uniform"`` over the gallery, or ``"empirical"``, the mean
             match distribution of the queries, which takes two more passes over the gallery.
         k: Depths of recall@k; the first answer alone decides `TaskResult.correct`.
+        ranking: Whether to find out where all true matches stand, which takes a search as deep as the most true matches
+            of any query, and for queries whose first true match lies deeper still a pass over the gallery.
         unmatched: Queries without any true match in the gallery: ``"raise"``, ``"drop"`` them and count them, or
             ``"keep"`` them, whose every answer is wrong.
         progress: Show a bar.
@@ -86,6 +90,8 @@ def retrieve(
         * where there is a temperature, (Q,) ``match_entropy`` in nats, ``match_kl``, the divergence from the marginal
           in nats, ``match_margin``, the largest minus the second largest probability, and, with the empirical
           marginal, ``answer_hubness``, log G p̄ at the first answer: large for items that answer to everything;
+        * with `ranking`, (Q,) ``r_precision``, ``average_precision_at_r`` and ``first_rank``, see
+          `tasks.ranking.ranking_signals`;
         * (Q,) ``n_matches`` true matches, ``query_uncertainty`` and ``answer_uncertainty``, those of the query's and
           the first answer's posterior;
         * ``gallery_ids`` (G,), ``unmatched`` (how many queries have no true match) and ``unmatched_ids``.
@@ -143,16 +149,19 @@ def retrieve(
     found = search(
         query_side,
         gallery_side,
-        k=max(depths[-1], 2),  # the margin needs two
+        k=max(depths[-1], 2, truth.n_matches.max() if ranking else 0),  # the margin needs two
         similarity=similarity,
         temperature=temperature,
         progress=progress,
     )
-    top = found.rows[:, : depths[-1]]
-    true = np.isin(asked[:, None] * len(gallery) + top, truth.matches @ [len(gallery), 1])
+    hits = np.isin(asked[:, None] * len(gallery) + found.rows, truth.matches @ [len(gallery), 1])
+    top, true = found.rows[:, : depths[-1]], hits[:, : depths[-1]]
     signals = {} if temperature is None else match_signals(found, len(gallery))
     if marginal == "empirical":
         signals |= marginal_signals(query_side, gallery_side, found, similarity=similarity, progress=progress)
+    if ranking:
+        asked_matches = np.stack([np.searchsorted(asked, truth.matches[:, 0]), truth.matches[:, 1]], 1)
+        signals |= ranking_signals(query_side, gallery_side, found, hits, asked_matches, similarity=similarity)
     own, of_gallery = (side.uncertainty.detach().cpu().double().numpy() for side in (queries, gallery))
     if uncertainty == "posterior":
         uncertain = own[asked]

@@ -43,7 +43,7 @@ def classify(
         prompt_classes: (T,) class of each prompt, a name or a number.
         labels: (N,) true class of each image, of the same kind.
         positives: (R, 2) rows (image, class) of further true classes, where classes are numbered in the order of
-            ``detail["class_ids"]``.
+            ``detail["gallery_ids"]``: that in which the prompts name them first.
         weights: (T,) weights > 0 of the prompts within their class; equal by default.
         k: Depths of top-k accuracy.
         settings: Further settings of `retrieve`: ``rank_by``, ``similarity``, ``uncertainty``, ``temperature``,
@@ -53,7 +53,7 @@ def classify(
     Returns:
         One row an image. `confidence` is the probability of the class given, the softmax over classes with the
         source's logit scale; `recall_at` holds the top-k accuracies. `detail` is that of `retrieve` with classes for
-        gallery items, and further ``predicted`` and ``label`` (N,) names, and ``class_ids`` (C,) for ``gallery_ids``.
+        gallery items, and further ``predicted`` and ``label`` (N,) names.
 
     Raises:
         InputError: A label that no prompt has, lengths that disagree, weights ≤ 0, or what `retrieve` refuses.
@@ -76,12 +76,12 @@ def classify(
         images, classes, links=np.stack([np.arange(len(images)), place], 1), positives=positives, k=k, **settings
     )
     detail = {name: value for name, value in found.detail.items() if name not in ("unmatched", "unmatched_ids")}
-    class_ids = detail.pop("gallery_ids")
+    predicted = detail["gallery_ids"][detail["top"][:, 0]]
     return dataclasses.replace(
         found,
         task="classification",
         direction="",
-        detail={**detail, "predicted": class_ids[detail["top"][:, 0]], "label": names, "class_ids": class_ids},
+        detail={**detail, "predicted": predicted, "label": names},
         provenance={**found.provenance, "n_prompts": len(prompts)},
     )
 

@@ -105,7 +105,7 @@ def test_classes_compete_by_their_distance(world, similarity):
     top = mixed.ids[logits.topk(2).indices.numpy()]
     np.testing.assert_array_equal(result.recall_at[2], (top == labels[:, None]).any(1))
     assert (result.task, result.direction, len(result)) == ("classification", "", 40)
-    assert result.detail["class_ids"].tolist() == mixed.ids.tolist()
+    assert result.detail["gallery_ids"].tolist() == mixed.ids.tolist()
     assert result.provenance["n_prompts"] == 20
     assert calibrate(result, resamples=10).scores["recall"].value == result.correct.mean()
     assert result.to_frame()["label"].tolist() == labels.tolist()
