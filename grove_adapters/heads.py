@@ -21,6 +21,7 @@ class VarianceHead(torch.nn.Module):
         dim: D.
         hidden: Width of the hidden layers.
         layers: Hidden layers, each followed by a ReLU.
+        isotropic: Whether an item has one variance for all dimensions instead of one for each.
 
     Source: GroVE, Appendix A.2 (D → 256 → 256 → D for PFE, PCME and PCME++); the bounds follow Chua et al. 2018
     (PETS), Appendix A.1. Standardised inputs are our addition.
@@ -30,15 +31,15 @@ class VarianceHead(torch.nn.Module):
     centre: torch.Tensor
     spread: torch.Tensor
 
-    def __init__(self, dim: int, *, hidden: int = 256, layers: int = 2) -> None:
+    def __init__(self, dim: int, *, hidden: int = 256, layers: int = 2, isotropic: bool = False) -> None:
         super().__init__()
         self.register_buffer("offset", torch.zeros(dim))
         self.register_buffer("centre", torch.zeros(dim))
         self.register_buffer("spread", torch.ones(()))
-        self.mlp = mlp(dim, hidden, dim, layers=layers)
+        self.mlp = mlp(dim, hidden, 1 if isotropic else dim, layers=layers)
 
     def forward(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, D) mean and (B, D) log variance in (`LOWEST`, `HIGHEST`) of (B, D) embeddings."""
+        """(B, D) mean and (B, D) or (B, 1) log variance in (`LOWEST`, `HIGHEST`) of (B, D) embeddings."""
         return values + self.offset, bounded(self.mlp((values - self.centre) / self.spread), LOWEST, HIGHEST)
 
     @torch.no_grad()

@@ -37,13 +37,18 @@ def mutual_likelihood_score(one: Moments, other: Moments) -> torch.Tensor:
 
 
 def mutual_likelihood_loss(
-    one: Moments, other: Moments, *, form: Literal["exact", "as_published"] = "exact"
+    one: Moments,
+    other: Moments,
+    *,
+    weights: torch.Tensor | None = None,
+    form: Literal["exact", "as_published"] = "exact",
 ) -> torch.Tensor:
     """Mean over matching rows of what makes them unlikely to be the same point. There are no negatives.
 
     Args:
         one: B Gaussians.
         other: B Gaussians, row by row their true matches.
+        weights: (B,) weights ≥ 0 of a weighted mean, or None where all rows count alike.
         form: ``"exact"`` is minus the mean of `mutual_likelihood_score`; ``"as_published"`` leaves the ½ and the
             constant out and adds 1e-10 to the variance under the square.
 
@@ -51,12 +56,22 @@ def mutual_likelihood_loss(
     """
     one, other = _checked(one), _checked(other)
     rows, dim = one[0].shape
+    weight = _row_weights(weights, one[0], (rows,))
 
-    def block(*parts: torch.Tensor) -> torch.Tensor:
-        return _mutual_terms(parts[:2], parts[2:], 0.0 if form == "exact" else 1e-10).sum()
+    def block(weight: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+        return (weight * _mutual_terms(parts[:2], parts[2:], 0.0 if form == "exact" else 1e-10)).sum()
 
-    mean = _over_rows(block, rows=(*_expanded(one), *_expanded(other)), width=dim) / rows
+    mean = _over_rows(block, rows=(weight, *_expanded(one), *_expanded(other)), width=dim) / weight.sum()
     return 0.5 * (mean + dim * math.log(2 * math.pi)) if form == "exact" else mean
+
+
+def sampled_distance(image: Moments, text: Moments) -> torch.Tensor:
+    """(B_I, B_T) closed-form sampled distances E‖Z_i − Z_j‖² = ‖μ_i − μ_j‖² + Σ(σ_i² + σ_j²).
+
+    Source: PCME++ (Chun 2024), Eq. 1.
+    """
+    image, text = _checked(image), _checked(text)
+    return _square_distance(image[0], text[0]) + _total_variance(image)[:, None] + _total_variance(text)
 
 
 def csd_matching(
@@ -66,11 +81,12 @@ def csd_matching(
     scale: Number,
     shift: Number,
     labels: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
     pseudo_positives: bool = False,
 ) -> torch.Tensor:
     """Mean over all pairs of the binary cross-entropy of the logits shift − scale · CSD.
 
-    CSD is the closed-form sampled distance E‖Z_i − Z_j‖² = ‖μ_i − μ_j‖² + Σ(σ_i² + σ_j²).
+    CSD is the closed-form sampled distance, see `sampled_distance`.
 
     Args:
         image: B_I Gaussians.
@@ -78,8 +94,9 @@ def csd_matching(
         scale: a > 0.
         shift: b.
         labels: (B_I, B_T) probabilities of a match, or None where exactly equal row numbers match.
+        weights: (B_I, B_T) factors ≥ 0 of the cross-entropies, or None where all pairs count alike.
         pseudo_positives: Whether, for each image, every text as close as the text of its largest label gets that
-            label. Swap the arguments (and transpose the labels) for the other way round.
+            label. Swap the arguments (and transpose labels and weights) for the other way round.
 
     Source: PCME++ Eqs. 1–2 and section 2.3; in its App. A.4 the threshold is broadcast along the wrong axis.
     """
@@ -87,15 +104,18 @@ def csd_matching(
     other = (text[0], _total_variance(text))
     scale, shift = _as(scale, image[0]), _as(shift, image[0])
 
-    def block(mean: torch.Tensor, total: torch.Tensor, truth: torch.Tensor, *whole: torch.Tensor) -> torch.Tensor:
+    def block(
+        mean: torch.Tensor, total: torch.Tensor, truth: torch.Tensor, weight: torch.Tensor, *whole: torch.Tensor
+    ) -> torch.Tensor:
         distance = _square_distance(mean, whole[0]) + total[:, None] + whole[1]
         truth = _block_labels(truth, distance)
         if pseudo_positives:
             best, where = truth.max(1, keepdim=True)
             truth = torch.where(distance <= distance.gather(1, where), best, truth)
-        return binary_cross_entropy_with_logits(whole[3] - whole[2] * distance, truth, reduction="sum")
+        return binary_cross_entropy_with_logits(whole[3] - whole[2] * distance, truth, weight, reduction="sum")
 
-    rows = (image[0], _total_variance(image), _row_labels(labels, image, text))
+    weight = _row_weights(weights, image[0], (len(image[0]), len(text[0])))
+    rows = (image[0], _total_variance(image), _row_labels(labels, image, text), weight)
     total = _over_rows(block, rows=rows, whole=(*other, scale, shift), width=len(text[0]))
     return total / (len(image[0]) * len(text[0]))
 
@@ -107,6 +127,7 @@ def sigmoid_pairwise(
     scale: Number,
     shift: Number,
     labels: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """ProLIP's probabilistic pairwise contrastive loss: (1/B_I) Σ_ij softplus(−y_ij ℓ_ij), summed over all texts.
 
@@ -119,11 +140,12 @@ def sigmoid_pairwise(
         scale: a > 0, starting at 10 in the paper.
         shift: b, starting at −10.
         labels: (B_I, B_T) probabilities of a match in place of (y + 1) / 2, or None where equal row numbers match.
+        weights: (B_I, B_T) factors ≥ 0 of the terms, or None where all pairs count alike.
 
     Source: ProLIP Eq. 2, with the sign of b that its code and its stated start of −10 imply: printed it is −b.
     """
     scale = _as(scale, image[0])
-    mean = csd_matching(image, text, scale=0.5 * scale, shift=scale + shift, labels=labels)
+    mean = csd_matching(image, text, scale=0.5 * scale, shift=scale + shift, labels=labels, weights=weights)
     return mean * len(text[0])
 
 
@@ -134,6 +156,7 @@ def soft_contrastive(
     scale: Number,
     shift: Number,
     labels: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
     logistic: Literal["sigmoid", "as_published"] = "sigmoid",
     reduction: Literal["mean", "sum"] = "mean",
 ) -> torch.Tensor:
@@ -149,6 +172,7 @@ def soft_contrastive(
         scale: a > 0.
         shift: b.
         labels: (B_I, B_T) booleans, or None where equal row numbers match.
+        weights: (B_I, B_T) factors ≥ 0 of the terms, or None where all pairs count alike.
         logistic: ``"sigmoid"``, or ``"as_published"`` for exp(x) / (exp(x) + exp(−x)) = sigmoid(2x).
         reduction: ``"mean"`` over all pairs, or their ``"sum"`` (published, once for each direction).
 
@@ -163,14 +187,15 @@ def soft_contrastive(
     gain = 1.0 if logistic == "sigmoid" else 2.0
     draws = image.shape[1] * text.shape[1]
 
-    def block(samples: torch.Tensor, truth: torch.Tensor, *whole: torch.Tensor) -> torch.Tensor:
+    def block(samples: torch.Tensor, truth: torch.Tensor, weight: torch.Tensor, *whole: torch.Tensor) -> torch.Tensor:
         square = _square_distance(samples.flatten(0, 1), whole[0].flatten(0, 1))
         distance = (square + 1e-6).sqrt().unflatten(1, whole[0].shape[:2]).unflatten(0, samples.shape[:2])
         sign = 2 * _block_labels(truth, distance[:, 0, :, 0]) - 1
         logits = gain * sign[:, None, :, None] * (whole[2] - whole[1] * distance)
-        return (math.log(draws) - logsigmoid(logits).logsumexp(dim=(1, 3))).sum()
+        return (weight * (math.log(draws) - logsigmoid(logits).logsumexp(dim=(1, 3)))).sum()
 
-    rows = (image, _row_labels(labels, (image, image), (text, text)))
+    weight = _row_weights(weights, image, (len(image), len(text)))
+    rows = (image, _row_labels(labels, (image, image), (text, text)), weight)
     whole = (text, _as(scale, image), _as(shift, image))
     total = _over_rows(block, rows=rows, whole=whole, width=len(text) * draws)
     return total / (len(image) * len(text)) if reduction == "mean" else total
@@ -353,6 +378,15 @@ def _row_labels(labels: torch.Tensor | None, image: Moments, text: Moments) -> t
     if tuple(labels.shape) != expected:
         raise InputError(f"expected labels of shape {expected}, one for each pair, got {tuple(labels.shape)}")
     return labels
+
+
+def _row_weights(weights: torch.Tensor | None, like: torch.Tensor, expected: tuple[int, ...]) -> torch.Tensor:
+    """Weights, two-dimensional, or (B, 1) ones."""
+    if weights is None:
+        return torch.ones(expected[0], 1, dtype=like.dtype, device=like.device)
+    if tuple(weights.shape) != expected:
+        raise InputError(f"expected weights of shape {expected}, got {tuple(weights.shape)}")
+    return weights.to(like).reshape(expected[0], -1)
 
 
 def _block_labels(truth: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

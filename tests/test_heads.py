@@ -20,6 +20,11 @@ def test_the_mean_is_the_embedding_plus_the_offset_and_variances_are_positive():
     assert bool((log_variance.exp() > 0).all())
 
 
+def test_an_isotropic_head_gives_an_item_one_variance():
+    mean, log_variance = VarianceHead(12, hidden=16, isotropic=True)(normal(7, 12))
+    assert (mean.shape, log_variance.shape) == ((7, 12), (7, 1))
+
+
 @pytest.mark.parametrize("dim", [1, 4096])
 def test_any_width_works(dim):
     assert VarianceHead(dim, hidden=4)(normal(2, dim))[1].shape == (2, dim)

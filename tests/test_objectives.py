@@ -31,9 +31,10 @@ def soft_labels(rows=ROWS, columns=COLUMNS):
     return torch.rand(rows, columns, generator=seeding.generator(9), dtype=torch.float64)
 
 
-def pairwise(kind, image, text, labels=None, scale=1.5, shift=0.5):
+def pairwise(kind, image, text, labels=None, scale=1.5, shift=0.5, weights=None):
+    more = {"scale": scale, "shift": shift, "weights": weights}
     if kind == "sigmoid":
-        return objectives.sigmoid_pairwise(image, text, scale=scale, shift=shift, labels=labels)
+        return objectives.sigmoid_pairwise(image, text, labels=labels, **more)
     if kind == "soft":
         noise = [
             torch.randn(len(x[0]), 3, x[0].shape[1], generator=seeding.generator(k), dtype=torch.float64).to(x[0])
@@ -41,10 +42,8 @@ def pairwise(kind, image, text, labels=None, scale=1.5, shift=0.5):
         ]
         samples = [objectives.draw(x, e) for x, e in zip((image, text), noise, strict=True)]
         hard = None if labels is None else labels > 0.5
-        return objectives.soft_contrastive(*samples, scale=scale, shift=shift, labels=hard)
-    return objectives.csd_matching(
-        image, text, scale=scale, shift=shift, labels=labels, pseudo_positives=kind == "pseudo"
-    )
+        return objectives.soft_contrastive(*samples, labels=hard, **more)
+    return objectives.csd_matching(image, text, labels=labels, pseudo_positives=kind == "pseudo", **more)
 
 
 def close(value, expected, tolerance=1e-8):
@@ -95,6 +94,33 @@ def entropies(image, text, labels, scale=1.5, shift=0.5):
             chance = expit(shift - scale * distances[i, j])
             values[i, j] = -labels[i, j] * math.log(chance) - (1 - labels[i, j]) * math.log1p(-chance)
     return values, distances
+
+
+def test_sampled_distances_are_those_of_the_pairs():
+    image, text = gaussian(seed=1), gaussian(COLUMNS, seed=2)
+    distances = entropies(image, text, soft_labels())[1]
+    np.testing.assert_allclose(objectives.sampled_distance(image, text), distances, rtol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ALL_PAIRS)
+def test_weights_are_factors_of_the_terms_of_pairs(kind):
+    """A loss with weights is the sum, over pairs, of weight × the loss with a weight of 1 for that pair alone."""
+    image, text, labels = gaussian(seed=1), gaussian(COLUMNS, seed=2), soft_labels()
+    weights = torch.rand(ROWS, COLUMNS, generator=seeding.generator(3), dtype=torch.float64)
+    total = 0.0
+    for i in range(ROWS):
+        for j in range(COLUMNS):
+            alone = torch.zeros_like(weights)
+            alone[i, j] = 1
+            total += float(weights[i, j] * pairwise(kind, image, text, labels, weights=alone))
+    close(pairwise(kind, image, text, labels, weights=weights), total)
+    close(pairwise(kind, image, text, labels, weights=torch.ones_like(weights)), pairwise(kind, image, text, labels))
+
+
+def test_weights_of_the_mutual_likelihood_make_a_weighted_mean():
+    one, other, weights = gaussian(seed=1), gaussian(seed=2), soft_labels()[:, 0]
+    scores = objectives.mutual_likelihood_score(one, other)
+    close(objectives.mutual_likelihood_loss(one, other, weights=weights), -(weights * scores).sum() / weights.sum())
 
 
 def test_the_matching_loss_is_the_mean_cross_entropy_of_sigmoid_csd():
@@ -315,9 +341,10 @@ def test_gradients_are_right_whole_and_in_blocks(monkeypatch, block):
 def test_blocks_change_nothing(monkeypatch, labelled):
     def values():
         labels = soft_labels(ROWS, ROWS) if labelled else None
+        weights = 1 - labels if labelled else None
         one, other = gaussian(seed=1, grad=True), gaussian(seed=2, grad=True)
         for kind in ALL_PAIRS:
-            loss = pairwise(kind, one, other, labels)
+            loss = pairwise(kind, one, other, labels, weights=weights)
             yield loss.detach(), *torch.autograd.grad(loss, (*one, *other))
 
     whole = list(values())
@@ -361,6 +388,8 @@ def test_shapes_that_do_not_fit_are_refused_in_words():
         objectives.bottleneck((one[0], one[1][:, :2]))
     with pytest.raises(InputError, match=r"labels of shape \(5, 6\)"):
         pairwise("csd", one, other, soft_labels(5, 5))
+    with pytest.raises(InputError, match=r"weights of shape \(5, 6\)"):
+        pairwise("csd", one, other, weights=soft_labels(6, 5))
     with pytest.raises(InputError, match="samples"):
         objectives.soft_contrastive(one[0], other[0], scale=1.0, shift=0.0)
 

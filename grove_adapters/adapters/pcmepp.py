@@ -19,6 +19,7 @@ from grove_adapters.adapters.variance_heads import (
     MatchingLogit,
     VarianceHeads,
     VarianceHeadsConfig,
+    balanced,
 )
 from grove_adapters.embeddings import Pairs
 
@@ -29,9 +30,9 @@ class PCMEPPConfig(VarianceHeadsConfig):
 
     Attributes:
         scale: Where a of the logits b − a · CSD starts; 5 in the paper, see `scale_rate`.
-        shift: Where b starts; 5 in the paper.
+        shift: Where b starts; 5 in the paper. None: where as many matches are expected as there are.
         pseudo_weight: α of the pseudo-positive terms; 0.1 in the paper, which trains means as well. Variances alone
-            can lower these terms only by denying matches, and at 0.1 they stop ranking noise.
+            can lower these terms only by denying matches, and the larger α, the less they rank ambiguity.
         bottleneck_weight: β of the information bottleneck.
         weighting: ``"published"``: BCE + α · mean of both pseudo-positive directions + β · bottleneck; or
             ``"as_coded"``: 2 BCE + α · their sum + β · bottleneck, where β counts half as much.
@@ -43,9 +44,9 @@ class PCMEPPConfig(VarianceHeadsConfig):
         "paper": {**variance_heads.PAPER, "scale": 5.0, "shift": 5.0, "pseudo_weight": 0.1, "smoothing": 1e-4}
     }
 
-    scale: float = 2.0
-    shift: float = 4.0
-    pseudo_weight: float = 0.01
+    scale: float = 1.5
+    shift: float | None = None
+    pseudo_weight: float = 1e-3
     bottleneck_weight: float = 1e-4
     weighting: Literal["published", "as_coded"] = "published"
     mixed_share: float = 0.25
@@ -68,7 +69,8 @@ class PCMEPP(Adapter):
     parts have on average, with λ ~ Beta(2, 2), j the mirror image of i in the minibatch, and labels mixed alike.
 
     Source: PCME++ (Chun 2024), Eqs. 1–3, sections 2.2–2.4, with heads as in GroVE, Appendix A.2. Pseudo-positives go
-    both ways, as in its public code; App. A.4 prints one.
+    both ways, as in its public code; App. A.4 prints one. Matches are weighted by `variance_heads.balanced`, and b
+    follows the share of matches of a minibatch, see `variance_heads.MatchingLogit`.
     """
 
     name = "pcmepp"
@@ -79,7 +81,7 @@ class PCMEPP(Adapter):
     @classmethod
     def small_settings(cls) -> dict[str, Any]:
         """Settings for data of a few hundred pairs."""
-        return {"hidden": 64, "epochs": 30, "batch_size": 64, "learning_rate": 1e-3}
+        return {"hidden": 64, "epochs": 30, "batch_size": 64}
 
     def _fit(self, pairs: Pairs, validation: Pairs | None, run: FitRun) -> torch.nn.Module:
         logit = MatchingLogit(self.config.scale, self.config.shift)
@@ -90,17 +92,18 @@ class PCMEPP(Adapter):
                 images, labels = mixed(images, labels, self.config.mixed_share)
             return self._terms(heads.scaled("image", images), heads.scaled("text", batch.text), labels, logit)
 
-        return variance_heads.fit(pairs, validation, run, self.config, loss, logit=logit)
+        return variance_heads.fit(pairs, validation, run, self.config, loss, logit=logit, similarity=_similarity)
 
     def _terms(
         self, image: objectives.Moments, text: objectives.Moments, labels: torch.Tensor, logit: MatchingLogit
     ) -> Terms:
         config = self.config
+        weights = balanced(labels)
+        matching = functools.partial(objectives.csd_matching, scale=logit.scale, shift=logit.shift_for(labels, weights))
         labels = labels.clamp(config.smoothing, 1 - config.smoothing)
-        matching = functools.partial(objectives.csd_matching, scale=logit.scale, shift=logit.shift)
-        match = matching(image, text, labels=labels)
-        pseudo = matching(image, text, labels=labels, pseudo_positives=True)
-        pseudo = pseudo + matching(text, image, labels=labels.T, pseudo_positives=True)
+        match = matching(image, text, labels=labels, weights=weights)
+        pseudo = matching(image, text, labels=labels, weights=weights, pseudo_positives=True)
+        pseudo = pseudo + matching(text, image, labels=labels.T, weights=weights.T, pseudo_positives=True)
         bottleneck = objectives.bottleneck(image) + objectives.bottleneck(text)
         total = match + 0.5 * config.pseudo_weight * pseudo
         if config.weighting == "as_coded":
@@ -113,6 +116,10 @@ class PCMEPP(Adapter):
 
     def _predict(self, batch: Batch) -> dict[str, torch.Tensor]:
         return variance_heads.predict(self.module_, batch)
+
+
+def _similarity(image: objectives.Moments, text: objectives.Moments) -> torch.Tensor:
+    return -objectives.sampled_distance(image, text)
 
 
 def mixed(images: torch.Tensor, labels: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor]:

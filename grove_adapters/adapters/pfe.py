@@ -12,7 +12,7 @@ from grove_adapters import objectives
 from grove_adapters.adapters import variance_heads
 from grove_adapters.adapters.base import Adapter, Batch, FitRun
 from grove_adapters.adapters.loop import Terms
-from grove_adapters.adapters.variance_heads import LinkBatch, Links, VarianceHeads, VarianceHeadsConfig
+from grove_adapters.adapters.variance_heads import LinkBatch, Links, VarianceHeads, VarianceHeadsConfig, balanced
 from grove_adapters.embeddings import Pairs
 
 
@@ -30,6 +30,7 @@ class PFEConfig(VarianceHeadsConfig):
     }
 
     means: Literal["centred", "frozen"] = "frozen"
+    learning_rate: float = 3e-4
     form: Literal["exact", "as_published"] = "exact"
 
 
@@ -37,7 +38,7 @@ class PFE(Adapter):
     """Frozen embeddings as means, and variances that maximise the mutual likelihood score of matching pairs.
 
     Positives are the linked pairs of a minibatch and, where classes or further positives are known, every pair of it
-    that they join. There are no negatives.
+    that they join, weighted so that each item counts about alike. There are no negatives.
 
     Source: PFE (Shi and Jain 2019) as GroVE, Appendix A.2, carries it over to image and text.
     """
@@ -50,7 +51,7 @@ class PFE(Adapter):
     @classmethod
     def small_settings(cls) -> dict[str, Any]:
         """Settings for data of a few hundred pairs."""
-        return {"hidden": 64, "epochs": 30, "batch_size": 64, "learning_rate": 1e-3}
+        return {"hidden": 64, "epochs": 30, "batch_size": 64}
 
     def _fit(self, pairs: Pairs, validation: Pairs | None, run: FitRun) -> torch.nn.Module:
         return variance_heads.fit(pairs, validation, run, self.config, self._loss)
@@ -59,7 +60,8 @@ class PFE(Adapter):
         image, text = heads.scaled("image", batch.image), heads.scaled("text", batch.text)
         i, j = batch.labels.nonzero(as_tuple=True)
         one, other = (image[0][i], image[1][i]), (text[0][j], text[1][j])
-        return {"loss": objectives.mutual_likelihood_loss(one, other, form=self.config.form)}
+        weights = balanced(batch.labels)[i, j]
+        return {"loss": objectives.mutual_likelihood_loss(one, other, weights=weights, form=self.config.form)}
 
     def _build(self, dim: int, facts: Mapping[str, Any]) -> torch.nn.Module:
         return variance_heads.build(dim, self.config)

@@ -18,6 +18,7 @@ from grove_adapters.adapters.variance_heads import (
     MatchingLogit,
     VarianceHeads,
     VarianceHeadsConfig,
+    balanced,
 )
 from grove_adapters.embeddings import MODALITIES, Pairs
 
@@ -28,7 +29,7 @@ class ProLIPConfig(VarianceHeadsConfig):
 
     Attributes:
         scale: Where a of the logits starts; 10 in the paper, see `scale_rate`.
-        shift: Where b starts; −10 in the paper.
+        shift: Where b starts; −10 in the paper. None: where as many matches are expected as there are.
         inclusion_weight: α₁ of "the text includes the image".
         partial_weight: α₂ of "a partial view includes the whole", for images and texts with stored views.
         partial_share: Share of a minibatch for which a view is read.
@@ -42,6 +43,7 @@ class ProLIPConfig(VarianceHeadsConfig):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {
             "means": "frozen",
+            "covariance": "diagonal",
             "scale": 10.0,
             "shift": -10.0,
             "epochs": 32,
@@ -56,8 +58,8 @@ class ProLIPConfig(VarianceHeadsConfig):
         }
     }
 
-    scale: float = 5.0
-    shift: float = 0.0
+    scale: float = 3.0
+    shift: float | None = None
     inclusion_weight: float = 1e-7
     partial_weight: float = 1e-3
     partial_share: float = 0.125
@@ -85,7 +87,8 @@ class ProLIP(Adapter):
     term is left out, and the report says so.
 
     Source: ProLIP (Chun et al. 2025), Eq. 6, as an adapter on a frozen model; the inclusion test is the exact one.
-    The paper trains the means as well, for which frozen embeddings have no room.
+    The paper trains the means as well, for which frozen embeddings have no room. Matches are weighted by
+    `variance_heads.balanced`, and b follows the share of matches of a minibatch, see `variance_heads.MatchingLogit`.
     """
 
     name = "prolip"
@@ -96,7 +99,7 @@ class ProLIP(Adapter):
     @classmethod
     def small_settings(cls) -> dict[str, Any]:
         """Settings for data of a few hundred pairs."""
-        return {"hidden": 64, "epochs": 30, "batch_size": 64, "learning_rate": 1e-3}
+        return {"hidden": 64, "epochs": 30, "batch_size": 64}
 
     def _fit(self, pairs: Pairs, validation: Pairs | None, run: FitRun) -> torch.nn.Module:
         logit = MatchingLogit(self.config.scale, self.config.shift)
@@ -110,7 +113,7 @@ class ProLIP(Adapter):
         def loss(heads: VarianceHeads, batch: LinkBatch, links: Links) -> Terms:
             return self._terms(heads, batch, links, logit)
 
-        return variance_heads.fit(pairs, validation, run, self.config, loss, logit=logit)
+        return variance_heads.fit(pairs, validation, run, self.config, loss, logit=logit, similarity=_similarity)
 
     def _terms(self, heads: VarianceHeads, batch: LinkBatch, links: Links, logit: MatchingLogit) -> Terms:
         config = self.config
@@ -120,7 +123,11 @@ class ProLIP(Adapter):
             "sharpness": config.sharpness,
             "form": config.form,
         }
-        match = objectives.sigmoid_pairwise(image, text, scale=logit.scale, shift=logit.shift, labels=batch.labels)
+        weights = balanced(batch.labels)
+        shift = logit.shift_for(batch.labels, weights)
+        match = objectives.sigmoid_pairwise(
+            image, text, scale=logit.scale, shift=shift, labels=batch.labels, weights=weights
+        )
         inclusion = objectives.inclusion_loss(image, text, **test)
         form = config.bottleneck_form
         bottleneck = objectives.bottleneck(image, form=form) + objectives.bottleneck(text, form=form)
@@ -149,3 +156,7 @@ class ProLIP(Adapter):
 
     def _predict(self, batch: Batch) -> dict[str, torch.Tensor]:
         return variance_heads.predict(self.module_, batch)
+
+
+def _similarity(image: objectives.Moments, text: objectives.Moments) -> torch.Tensor:
+    return 1 - 0.5 * objectives.sampled_distance(image, text)

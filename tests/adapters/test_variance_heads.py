@@ -3,9 +3,11 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from scipy.stats import spearmanr
 
+from grove_adapters import seeding
 from grove_adapters.adapters import create_adapter
-from grove_adapters.adapters.variance_heads import Links, MatchingLogit, VarianceHeads
+from grove_adapters.adapters.variance_heads import Links, MatchingLogit, VarianceHeads, balanced
 from grove_adapters.datasets.synthetic import make_pairs
 from grove_adapters.embeddings import Embeddings, Pairs, Source
 from grove_adapters.errors import ConfigError
@@ -47,7 +49,7 @@ def test_links_mark_every_true_match_of_a_minibatch():
 
 
 def test_constants_close_the_gap_between_modalities_and_set_the_unit():
-    heads = VarianceHeads(8, 4, 1)
+    heads = VarianceHeads(8, 4, 1, isotropic=False)
     image, text = (torch.as_tensor(part.values) for part in (PAIRS.images, PAIRS.texts))
     heads.start_from(image, text, centred=True)
     moved = {"image": heads.scaled("image", image)[0], "text": heads.scaled("text", text)[0]}
@@ -58,8 +60,9 @@ def test_constants_close_the_gap_between_modalities_and_set_the_unit():
     assert float(heads.of("image").centre.norm()) > 0.1
 
 
-def test_variances_start_where_they_explain_the_distance_of_links():
-    heads = VarianceHeads(8, 64, 2)
+@pytest.mark.parametrize("isotropic", [False, True])
+def test_variances_start_where_they_explain_the_distance_of_links(isotropic):
+    heads = VarianceHeads(8, 64, 2, isotropic=isotropic)
     image, text = (torch.as_tensor(part.values) for part in (PAIRS.images, PAIRS.texts))
     heads.start_from(image, text, centred=False)
     variance = heads.image(image)[1].exp().mean() + heads.text(text)[1].exp().mean()
@@ -72,6 +75,61 @@ def test_the_scale_of_a_logit_stays_positive():
     with torch.no_grad():
         logit.log_scale.fill_(-50.0)
     assert float(logit.scale.detach()) > 0
+
+
+@pytest.mark.parametrize("gain", [1.0, 2.0])
+def test_the_shift_starts_where_as_many_matches_are_expected_as_there_are(gain):
+    similarity = torch.randn(20, 20, generator=seeding.generator(0))
+    labels = torch.eye(20)
+    labels[0, 1] = 1
+    logit = MatchingLogit(3.0, None, gain=gain)
+    logit.start(similarity, labels)
+    weights = balanced(labels)
+    expected = torch.sigmoid(gain * (3.0 * similarity + logit.facts()["shift"]))
+    assert float((weights * expected).sum()) == pytest.approx(float((weights * labels).sum()), rel=1e-3)
+    given = MatchingLogit(3.0, 0.5, gain=gain)
+    given.start(similarity, labels)
+    assert given.facts()["shift"] == 0.5
+
+
+@pytest.mark.parametrize("gain", [1.0, 2.0])
+def test_the_shift_follows_the_share_of_matches(gain):
+    """Bayes: among n candidates instead of N, the odds of a match are (N − 1) / (n − 1) times as large."""
+    logit = MatchingLogit(1.0, 0.25, gain=gain)
+    assert logit.shift_for(torch.eye(5), torch.ones(5, 5)) is logit.shift  # nothing known about the share
+    logit.start(torch.zeros(40, 40), torch.eye(40))
+    shift = logit.shift_for(torch.eye(5), torch.ones(5, 5))
+    assert float(shift.detach()) == pytest.approx(0.25 + np.log(39 / 4) / gain, rel=1e-4)
+    assert bool(torch.isfinite(logit.shift_for(torch.ones(1, 1), torch.ones(1, 1))))
+
+
+def test_matches_weigh_about_one_for_each_item():
+    assert torch.equal(balanced(torch.eye(4)), torch.ones(4, 4))
+    labels = torch.eye(4)
+    labels[:, 0] = 1  # a text that is true of every image
+    weights = balanced(labels)
+    torch.testing.assert_close(weights[:, 0], torch.tensor([(1 + 1 / 4) / 2, *3 * [(1 / 2 + 1 / 4) / 2]]))
+    assert bool((weights[labels == 0] == 1).all())
+    soft = torch.tensor([[0.7, 0.3], [0.3, 0.7]])  # two images mixed with each other
+    assert torch.equal(balanced(soft), torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_item_has_one_variance_or_one_for_each_dimension(name):
+    one = create_adapter(name, **SMALL).fit(PAIRS).predict(PAIRS.images).variance
+    assert torch.equal(one, one[:, :1].expand(-1, 8))
+    many = create_adapter(name, **SMALL, covariance="diagonal").fit(PAIRS).predict(PAIRS.images).variance
+    assert not torch.equal(many, many[:, :1].expand(-1, 8))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_few_held_out_links_rank_noise_like_many(name):
+    """Held-out links come in smaller minibatches, among which a match is likelier; choosing by them must not care."""
+    world = make_pairs(400, dim=16, seed=11)
+    adapter = create_adapter(name, hidden=32, epochs=40, batch_size=256, learning_rate=3e-3).fit(world.pairs)
+    assert adapter.fit_report_.n_validation == 40
+    for part, noise in ((world.pairs.images, world.image_noise), (world.pairs.texts, world.text_noise)):
+        assert spearmanr(adapter.predict(part).uncertainty, noise).statistic > 0.4
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -120,10 +178,13 @@ def test_published_rates_go_by_name_and_train_nothing(name):
 def test_scale_and_shift_are_learned_on_request(name):
     kept = create_adapter(name, **SMALL).fit(PAIRS)
     assert kept.fit_report_.facts["scale"] == pytest.approx(kept.config.scale)
-    assert kept.fit_report_.facts["shift"] == pytest.approx(kept.config.shift)
-    learned = create_adapter(name, **SMALL, scale_rate=0.1).fit(PAIRS).fit_report_.facts
+    given = create_adapter(name, **SMALL, shift=1.5).fit(PAIRS).fit_report_.facts
+    assert given["shift"] == pytest.approx(1.5)
+    learned = (
+        create_adapter(name, **SMALL, shift=1.5, scale_rate=0.1, validation_share=0.0).fit(PAIRS).fit_report_.facts
+    )
     assert learned["scale"] != pytest.approx(kept.config.scale, abs=1e-3)
-    assert learned["shift"] != pytest.approx(kept.config.shift, abs=1e-3)
+    assert learned["shift"] != pytest.approx(1.5, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", NAMES)
