@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
+
 from grove_adapters import _checks
 from grove_adapters.errors import InputError, InputTypeError, SourceMismatchError
 from grove_adapters.posterior import ProbabilisticEmbedding
@@ -60,6 +62,13 @@ def ranked(side: ProbabilisticEmbedding, rank_by: RankBy, similarity: str) -> Ga
             f"rank_by='backbone' expected similarity='cosine', got {similarity!r}; frozen embeddings have no variance"
         )
     return gaussians(side.backbone, need_variance=False)
+
+
+def rows_by_id(ids: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(W,) row of each wanted id, and (W,) whether it is there at all; rows of ids that are not mean nothing."""
+    order = np.argsort(ids)
+    rows = order[np.searchsorted(ids, wanted, sorter=order).clip(max=len(ids) - 1)]
+    return rows, ids[rows] == wanted
 
 
 def default_similarity(images: ProbabilisticEmbedding, texts: ProbabilisticEmbedding, rank_by: RankBy) -> str:

@@ -16,7 +16,7 @@ from grove_adapters.errors import InputError
 from grove_adapters.posterior import ProbabilisticEmbedding
 from grove_adapters.similarity import SIMILARITIES, Gaussians, paired
 from grove_adapters.tasks.base import TaskResult
-from grove_adapters.tasks.reading import RankBy, check_pair, default_temperature, ranked
+from grove_adapters.tasks.reading import RankBy, check_pair, default_similarity, default_temperature, ranked, rows_by_id
 
 AnswerConfidence = Literal["softmax", "as_published"]
 AnswerUncertainty = Literal["one_minus_confidence", "entropy", "image", "answer"]
@@ -191,8 +191,7 @@ def answer(
     _checks.choice(uncertainty, ("one_minus_confidence", "entropy", "image", "answer"), what="uncertainty")
     depths = sorted({_checks.count(depth, what="k") for depth in ([k] if isinstance(k, int) else k)})
     if similarity == "auto":
-        gallery_aware = images.gallery_aware or texts.gallery_aware
-        similarity = "cosine" if rank_by == "backbone" or gallery_aware else "csd"
+        similarity = default_similarity(images, texts, rank_by)
     if temperature is None:
         temperature = default_temperature(similarity, images.source.logit_scale)
     if temperature is None and candidate_uncertainty == "match":
@@ -305,13 +304,11 @@ def _pattern(template: str) -> Callable[[AskedAbout, str], str]:
 
 
 def _rows(side: ProbabilisticEmbedding, ids: np.ndarray) -> np.ndarray:
-    order = np.argsort(side.ids)
-    rows = order[np.searchsorted(side.ids, ids, sorter=order).clip(max=len(side) - 1)]
-    missing = side.ids[rows] != ids
-    if missing.any():
+    rows, there = rows_by_id(side.ids, ids)
+    if not there.all():
         raise InputError(
             f"answer expected {side.modality} posteriors with the ids of the questions, got none for "
-            f"{str(ids[missing.argmax()])!r}; embed the {side.modality}s under those ids"
+            f"{str(ids[there.argmin()])!r}; embed the {side.modality}s under those ids"
         )
     return rows
 

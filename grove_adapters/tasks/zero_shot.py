@@ -15,7 +15,7 @@ from grove_adapters.embeddings import as_float32
 from grove_adapters.errors import InputError
 from grove_adapters.posterior import GaussianEmbedding, ProbabilisticEmbedding
 from grove_adapters.tasks.base import TaskResult
-from grove_adapters.tasks.reading import check_pair
+from grove_adapters.tasks.reading import check_pair, rows_by_id
 from grove_adapters.tasks.retrieval import retrieve
 
 CHUNK = 4096  # prompts summed at once
@@ -64,12 +64,10 @@ def classify(
     classes = class_mixtures(prompts, prompt_classes, weights=weights)
     names = np.asarray([str(label) for label in labels])
     _checks.same_rows(len(images), len(names), what="labels of the images")
-    order = np.argsort(classes.ids)
-    place = order[np.searchsorted(classes.ids, names, sorter=order).clip(max=len(classes) - 1)]
-    unknown = classes.ids[place] != names
-    if unknown.any():
+    place, there = rows_by_id(classes.ids, names)
+    if not there.all():
         raise InputError(
-            f"classify expected labels that have a prompt, got {str(names[unknown.argmax()])!r} without one; "
+            f"classify expected labels that have a prompt, got {str(names[there.argmin()])!r} without one; "
             f"there are {len(classes)} classes such as {str(classes.ids[0])!r}"
         )
     found = retrieve(
