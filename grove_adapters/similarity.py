@@ -4,9 +4,9 @@ Distances are negated, so one ranking rule serves them all. Arguments are `Proba
 ``(mean, variance)`` tensors of shape (N, D) with the variance as σ² (a broadcast view of (N, 1) is welcome); `cosine`
 also takes bare (N, D) arrays. Results have the wider float type of the two sides.
 
-`cosine`, `csd`, `wasserstein2` and `kl` are matrix products. `expected_likelihood`, `bhattacharyya` and `js` couple
-the two variances inside a logarithm in every dimension, which no finite matrix product reproduces; they are summed
-in blocks of bounded size. Nothing ever holds a (Q, G, D) tensor.
+`cosine`, `csd`, `wasserstein2`, `likelihood` and `kl` are matrix products. `expected_likelihood`, `bhattacharyya` and
+`js` couple the two variances inside a logarithm in every dimension, which no finite matrix product reproduces; they are
+summed in blocks of bounded size. Nothing ever holds a (Q, G, D) tensor.
 """
 
 from __future__ import annotations
@@ -178,6 +178,25 @@ def expected_likelihood(queries: Distributions, gallery: Distributions) -> torch
     return _blockwise("expected_likelihood", *_both(queries, gallery))
 
 
+def likelihood(queries: Distributions, gallery: Distributions | Any) -> torch.Tensor:
+    """(Q, G) log densities log N(μ_g; μ_q, σ²_q) of the gallery's means under the queries, in nats.
+
+    What a query predicts is compared with what is there, so the gallery needs no variance and what it has is ignored:
+    a vague gallery item is not favoured for being near everything. Only for queries that predict the gallery's
+    modality, such as `GroVE.predict_cross`, is this a likelihood of a match.
+    """
+    q, g = gaussians(queries), gaussians(gallery, need_variance=False)
+    _checks.same_dim(q.dim, g.dim, what="gallery")
+    q, g = q.rows(slice(None)), g.rows(slice(None))
+    assert q.variance is not None
+    dtype = torch.promote_types(q.mean.dtype, g.mean.dtype)
+    centre = g.mean.double().mean(0)  # differences stay; squares to be cancelled get smaller
+    mean, points, precision = q.mean.double() - centre, g.mean.double() - centre, 1 / q.variance.double()
+    square = precision @ points.square().T - 2 * (mean * precision) @ points.T
+    constant = (mean.square() * precision - precision.log() + math.log(2 * math.pi)).sum(1, keepdim=True)
+    return (-0.5 * (square + constant)).to(dtype)
+
+
 def kl(queries: Distributions, gallery: Distributions) -> torch.Tensor:
     """(Q, G) negated KL(query ‖ gallery) ≤ 0 in nats. Not symmetric: a vague gallery item forgives, a sharp one not."""
     q, g = _both(queries, gallery)
@@ -215,9 +234,13 @@ def bhattacharyya(queries: Distributions, gallery: Distributions) -> torch.Tenso
 
 
 SIMILARITIES: dict[str, Callable[[Any, Any], torch.Tensor]] = {
-    function.__name__: function for function in (cosine, csd, wasserstein2, expected_likelihood, kl, js, bhattacharyya)
+    function.__name__: function
+    for function in (cosine, csd, wasserstein2, expected_likelihood, likelihood, kl, js, bhattacharyya)
 }
 """The similarities that rank a gallery, by name."""
+
+POINT_GALLERIES = ("cosine", "likelihood")
+"""Those that read no variance of the gallery."""
 
 
 def lift(
@@ -268,6 +291,9 @@ def paired(similarity: str, queries: Gaussians, gallery: Gaussians) -> torch.Ten
     if similarity == "cosine":
         return (normalize(q_mean, dim=-1) * normalize(g_mean, dim=-1)).sum(-1)
     assert queries.variance is not None
+    if similarity == "likelihood":
+        variance = queries.variance.double()
+        return _likelihood_terms((q_mean - g_mean).square_(), variance, torch.zeros_like(variance)).sum(-1)
     assert gallery.variance is not None
     terms = _TERMS[similarity]((q_mean - g_mean).square_(), queries.variance.double(), gallery.variance.double())
     return terms.sum(-1)

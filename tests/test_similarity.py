@@ -26,6 +26,8 @@ def one_dimension(name: str, m1: float, v1: float, m2: float, v2: float) -> floa
     def integral(function):
         return integrate.quad(function, low, high, points=sorted({m1, m2}), limit=400)[0]
 
+    if name == "likelihood":
+        return float(p.logpdf(m2))
     if name == "expected_likelihood":
         return math.log(integral(lambda z: p.pdf(z) * q.pdf(z)))
     if name == "kl":

@@ -11,7 +11,7 @@ import torch
 
 from grove_adapters import _checks
 from grove_adapters.errors import InputError
-from grove_adapters.similarity import SIMILARITIES, Gaussians, gaussians, paired
+from grove_adapters.similarity import POINT_GALLERIES, SIMILARITIES, Gaussians, gaussians, paired
 
 QUERY_BLOCK = 512
 GALLERY_BLOCK = 4096  # with QUERY_BLOCK: tiles of 8 MiB in float32
@@ -126,7 +126,8 @@ def search(
     _checks.choice(similarity, tuple(SIMILARITIES), what="similarity")
     _checks.count(query_block, what="query_block")
     _checks.count(gallery_block, what="gallery_block")
-    q, g = (gaussians(side, need_variance=similarity != "cosine") for side in (queries, gallery))
+    q = gaussians(queries, need_variance=similarity != "cosine")
+    g = gaussians(gallery, need_variance=similarity not in POINT_GALLERIES)
     _checks.same_dim(q.dim, g.dim, what="gallery")
     k = min(_checks.count(k, what="k"), g.size)
     if temperature is not None and not 0 < temperature < np.inf:

@@ -44,13 +44,17 @@ def check_pair(images: ProbabilisticEmbedding, texts: ProbabilisticEmbedding, *,
     _checks.same_dim(images.dim, texts.dim, what="images", got_from=" in texts")
 
 
-def ranked(side: ProbabilisticEmbedding, rank_by: RankBy, similarity: str) -> Gaussians:
+def ranked(side: ProbabilisticEmbedding, rank_by: RankBy, similarity: str, *, gallery: bool = False) -> Gaussians:
     """What is compared: the posterior, or the frozen embeddings underneath.
+
+    A gallery whose likelihood is asked for is what was observed, so its frozen embeddings where it has them.
 
     Raises:
         InputError: There are no frozen embeddings, or they are asked for a variance.
     """
     if rank_by == "posterior":
+        if gallery and similarity == "likelihood":
+            return gaussians(side.mean if side.backbone is None else side.backbone, need_variance=False)
         return gaussians(side)
     if side.backbone is None:
         raise InputError(
@@ -78,7 +82,7 @@ def default_similarity(images: ProbabilisticEmbedding, texts: ProbabilisticEmbed
 
 def default_temperature(similarity: str, logit_scale: float | None) -> float | None:
     """What makes a similarity a logit; None where nobody knows."""
-    if similarity == "expected_likelihood":  # log ∫ p_q p_g is a log-likelihood already
+    if similarity in ("expected_likelihood", "likelihood"):  # logits as they are
         return 1.0
     if logit_scale is None or similarity not in NATS_PER_LOGIT:
         return None

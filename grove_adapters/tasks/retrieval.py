@@ -70,7 +70,7 @@ def retrieve(
             ``"minus_match_kl"``.
         temperature: Multiplier of the similarity that gives the logits of the match distribution. Default: the
             source's logit scale times the cosine or half the ``"csd"`` or ``"wasserstein2"``; 1 for
-            ``"expected_likelihood"``, which is a logit as it is.
+            ``"likelihood"`` and ``"expected_likelihood"``, which are logits as they are.
         marginal: What ``match_kl`` is the divergence from: ``"uniform"`` over the gallery, or ``"empirical"``, the mean
             match distribution of the queries, which takes two more passes over the gallery.
         k: Depths of recall@k; the first answer alone decides `TaskResult.correct`.
@@ -136,7 +136,7 @@ def retrieve(
         similarity = "cosine" if rank_by == "backbone" or gallery_aware else "csd"
     if uncertainty == "auto":
         uncertainty = "one_minus_max_similarity" if queries.gallery_aware else "posterior"
-    query_side, gallery_side = (ranked(side, rank_by, similarity) for side in (queries, gallery))
+    query_side, gallery_side = ranked(queries, rank_by, similarity), ranked(gallery, rank_by, similarity, gallery=True)
     query_side = query_side if len(asked) == len(queries) else query_side.rows(asked)
     if temperature is None:
         temperature = default_temperature(similarity, queries.source.logit_scale)

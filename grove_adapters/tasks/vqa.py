@@ -206,7 +206,7 @@ def answer(
     closeness = _paired(
         similarity,
         ranked(images, rank_by, similarity),
-        ranked(texts, rank_by, similarity),
+        ranked(texts, rank_by, similarity, gallery=True),
         np.stack([image_rows[asked], text_rows], 1),
     )
     of_images, of_texts = (side.uncertainty.detach().cpu().double().numpy() for side in (images, texts))

@@ -6,16 +6,17 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from grove_adapters import seeding
 from grove_adapters.adapters.base import Adapter, Batch, FitReport, FitRun
 from grove_adapters.adapters.grove import initialise
 from grove_adapters.adapters.grove.alignments import ALIGNMENTS
-from grove_adapters.adapters.grove.backbone import decoding_share
+from grove_adapters.adapters.grove.backbone import cross_noise, decoding_share, matching
 from grove_adapters.adapters.grove.collapsed import CollapsedObjective
 from grove_adapters.adapters.grove.config import GroVEConfig
-from grove_adapters.adapters.grove.data import LinkedRows
+from grove_adapters.adapters.grove.data import CHUNK, LinkedRows
 from grove_adapters.adapters.grove.gp import SparseGP
 from grove_adapters.adapters.grove.inference import LatentInference, LatentPosterior, blocks
 from grove_adapters.adapters.grove.model import Decoders, Objective
@@ -27,7 +28,8 @@ from grove_adapters.posterior import ProbabilisticEmbedding
 
 ANCHORS = 512  # training latents kept for prediction
 OTHER = {"image": "text", "text": "image"}
-LEAST_NOISE = 0.1  # share of a held-out error that is never put down to doubt about the latent
+LEAST_NOISE = 0.1  # share of a cross prediction's variance that is never put down to doubt about the latent
+MISMATCH_ITEMS = 4096  # training items that a mismatch is learned from
 VALIDATION_ROWS = 256  # held-out links looked at after each epoch
 MOST_EXACT = 2000  # links of an exact GP, whose kernel matrix has their square
 SMALLEST_DISPLACEMENT = 0.01  # RMS; a fit that moves latents less has not fitted them
@@ -85,6 +87,7 @@ class GroVE(Adapter):
             objective.settle()
         fitted = latents.weight.detach()
         decoders.anchors.copy_(initialise.sampled(fitted, ANCHORS, seeding.derive(run.seed, "anchors")))
+        self._learn_mismatch(decoders, data, pairs, run)
         if config.mean == "backbone":
             self._lean_on_backbone(decoders, validation, run)
         self._tell(report, decoders, float((fitted.cpu() - start.latents).square().sum(1).mean().sqrt()))
@@ -165,20 +168,42 @@ class GroVE(Adapter):
         return LatentInference(decoders.gps, decoders.anchors, prior=self.config.latent_prior, restarts=restarts)
 
     @torch.no_grad()
+    def _learn_mismatch(self, decoders: Decoders, data: LinkedRows, pairs: Pairs, run: FitRun) -> None:
+        """Learn how far apart partners are where each of them alone is located, from training links."""
+        random = np.random.default_rng(seeding.derive(run.seed, "mismatch"))
+        for column, modality in enumerate(MODALITIES):
+            items = np.unique(pairs.links[:, column])
+            items = np.sort(random.permutation(items)[:MISMATCH_ITEMS])
+            chosen = np.flatnonzero(np.isin(pairs.links[:, column], items))
+            place = torch.as_tensor(np.searchsorted(items, pairs.links[chosen, column]), device=run.device)
+            count = torch.bincount(place, minlength=len(items)).double()
+            distance, values = torch.zeros_like(count), None
+            for start in range(0, len(chosen), CHUNK):
+                batch, rows = data.fetch(chosen[start : start + CHUNK]), place[start : start + CHUNK]
+                distance.index_add_(0, rows, (batch["image"] - batch["text"]).double().square().sum(1))
+                values = batch[modality].new_empty(len(items), data.dim) if values is None else values
+                values[rows] = batch[modality]
+            assert values is not None
+            latents = self._located(decoders, modality, values).mode
+            decoders.mismatch_of(modality).learn(decoders.gps[modality], latents, distance / count)
+
+    @torch.no_grad()
     def _lean_on_backbone(self, decoders: Decoders, validation: Pairs | None, run: FitRun) -> None:
         """Learn from held-out links how far to go from the frozen embeddings, and how good cross predictions are."""
-        decoders.cross_noise.fill_(decoders.image.noise + decoders.text.noise)
+        decoders.cross_noise[:, 0] = torch.log(decoders.image.noise + decoders.text.noise)
         if validation is None:
             return
         rows = _held_out_rows(validation, run)
         links, frozen = validation.links[rows.numpy()], LinkedRows(validation, run.device).fetch(rows)
-        own, other, doubt = {}, {}, {}
+        own, other, expected = {}, {}, {}
         for modality, values in frozen.items():
             posterior = self._located(decoders, modality, values)
             own[modality] = _decoded(decoders.gps[modality], posterior.mode)[0]
-            other[modality], doubt[modality] = self._read_off(decoders, OTHER[modality], posterior)
+            other[modality] = _decoded(decoders.gps[OTHER[modality]], posterior.mode)[0]
+            expected[modality] = decoders.expected_mismatch(modality, posterior.mode, standardised=True)
         decoders.searches.clear()
         decoders.share.fill_(decoding_share(frozen, own, links))
+        matches = matching(links).to(run.device)
         for place, modality in enumerate(MODALITIES):
             partner = OTHER[modality]
             z, truth = frozen[modality], {partner: frozen[partner]}
@@ -186,9 +211,12 @@ class GroVE(Adapter):
             first = decoding_share({modality: z, **truth}, {modality: moved, **truth}, links)
             moved = torch.lerp(z, moved, first)
             second = decoding_share({modality: moved, **truth}, {modality: other[modality], **truth}, links)
-            miss = (torch.lerp(moved, other[modality], second) - frozen[partner]).square().mean()
             decoders.cross_shares[place] = torch.tensor([first, second])
-            decoders.cross_noise[place] = torch.maximum(miss - doubt[modality].mean(), LEAST_NOISE * miss)
+            square = torch.cdist(torch.lerp(moved, other[modality], second), frozen[partner]).square()
+            scale = validation.images.source.logit_scale
+            start = 1 / scale if scale else float(square.diagonal().mean()) / z.shape[1]
+            noise = cross_noise(square, expected[modality], matches, start)
+            decoders.cross_noise[place] = torch.tensor(noise)
 
     def _facts(self) -> dict[str, Any]:
         decoders = self._fitted_decoders()
@@ -223,13 +251,14 @@ class GroVE(Adapter):
         With x* the latent that explains the item, μ its modality's decoder and ν the other's, the mean is ν(x*) with
         ``mean="constant"``. With ``"backbone"`` it is the frozen embedding z, moved by a share of ν(x*) − μ(x*) and
         from there by a share of the way to ν(x*); what the latent does not explain of z is so carried over. Both shares
-        are those with which held-out links find each other best. The epistemic variance is that of ν at x* with the
-        Laplace posterior of x propagated; the aleatoric one is the other decoder's noise, or what is left of the
-        held-out error.
+        are those with which held-out links find each other best, and so is the total variance, which may rise with the
+        mismatch to expect at x* (`grove.backbone.cross_noise`); it is wider than the squared error of a dimension,
+        whose errors are not independent. With a constant mean, the variance is the other decoder's. The epistemic part
+        is that of ν at x* with the Laplace posterior of x propagated.
 
         The result keeps ids and modality of the items, so that it takes their place as queries of a gallery of the
-        other modality: `tasks.retrieve` of ``adapter.predict_cross(images)`` and texts by ``"expected_likelihood"`` has
-        as confidence the posterior probability of the best match.
+        other modality: `tasks.retrieve` of ``adapter.predict_cross(images)`` and texts by ``"likelihood"`` has as
+        confidence the posterior probability of the best match.
 
         Args:
             embeddings: Items of either modality.
@@ -254,6 +283,8 @@ class GroVE(Adapter):
         fields = _parts(mean, decoders.gps[batch.modality].noise, epistemic)
         if self.config.uncertainty == "latent_entropy":
             fields["uncertainty"] = posterior.entropy
+        elif self.config.uncertainty == "mismatch":
+            fields["uncertainty"] = decoders.expected_mismatch(batch.modality, posterior.mode)
         return fields
 
     def _predict_cross(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -265,7 +296,11 @@ class GroVE(Adapter):
         own, _ = _decoded(decoders.gps[batch.modality], posterior.mode)
         first, second = decoders.cross_shares[place]
         moved = torch.lerp(batch.values, batch.values + mean - own, first)
-        return _parts(torch.lerp(moved, mean, second), decoders.cross_noise[place].double(), epistemic)
+        level, slope = decoders.cross_noise[place].double()
+        expected = decoders.expected_mismatch(batch.modality, posterior.mode, standardised=True)
+        total = torch.exp(level + slope * expected)[:, None]
+        epistemic = epistemic.mean(1, keepdim=True).clamp_max((1 - LEAST_NOISE) * total)
+        return _parts(torch.lerp(moved, mean, second), total - epistemic, epistemic)
 
     def _fitted_decoders(self) -> Decoders:
         assert isinstance(self.module_, Decoders)

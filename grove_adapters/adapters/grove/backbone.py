@@ -1,7 +1,8 @@
-"""How far a predictive mean should go from the frozen embedding towards its decoding."""
+"""What held-out links say: how far to go from the frozen embedding, and how wide the likelihood of a partner is."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -29,8 +30,7 @@ def decoding_share(start: Mapping[str, torch.Tensor], end: Mapping[str, torch.Te
     Returns:
         w in [0, 1].
     """
-    rows = torch.as_tensor(links)
-    matches = (rows[:, None] == rows).any(2).to(start["image"].device)
+    matches = matching(links).to(start["image"].device)
     losses = []
     for share in SHARES:
         image, text = (torch.lerp(start[name], end[name], share).double() for name in MODALITIES)
@@ -42,6 +42,44 @@ def decoding_share(start: Mapping[str, torch.Tensor], end: Mapping[str, torch.Te
     excess = values - values[values.mean(1).argmin()]
     error = excess.std(1) / len(links) ** 0.5 if len(links) > 1 else torch.full_like(excess[:, 0], torch.inf)
     return SHARES[int((excess.mean(1) <= error).nonzero()[0])]
+
+
+def matching(links: np.ndarray) -> torch.Tensor:
+    """(R, R) whether two links share an image or a text."""
+    rows = torch.as_tensor(links)
+    return (rows[:, None] == rows).any(2)
+
+
+WIDTHS = tuple(step * math.log(2) / 4 for step in range(-16, 17))  # log of a cross prediction's variance / its start
+SLOPES = tuple(step / 10 for step in range(11))  # of its log variance with a standard deviation of the mismatch
+
+
+def cross_noise(
+    square: torch.Tensor, mismatch: torch.Tensor, matches: torch.Tensor, start: float
+) -> tuple[float, float]:
+    """(a, b) of the variance exp(a + b · mismatch) with which held-out queries find their partners by likelihood.
+
+    The loss is the cross-entropy of the softmax of −½ squared distance / variance over the given gallery, plus
+    4 (log variance / start)² + 16 b² nats in all, which decide where few or easy queries do not. Such a variance is
+    wider than the mean squared error of a dimension, because an isotropic Gaussian counts the same error once for every
+    dimension that shares it.
+
+    Args:
+        square: (R, G) squared distances of predictions to the gallery.
+        mismatch: (R,) of the queries, standardised.
+        matches: (R, G) whether an item is a true match; each query has one.
+        start: A variance to begin with, 1 / logit scale of the frozen model where that is known.
+    """
+    square = square.double()
+    best, found = math.inf, (math.log(start), 0.0)
+    for rise in WIDTHS:
+        for slope in SLOPES:
+            logits = -0.5 * square / torch.exp(math.log(start) + rise + slope * mismatch)[:, None]
+            loss = float((logits.logsumexp(1) - logits.masked_fill(~matches, -torch.inf).logsumexp(1)).sum())
+            loss += 4 * rise**2 + 16 * slope**2
+            if loss < best:
+                best, found = loss, (math.log(start) + rise, slope)
+    return found
 
 
 def _losses(logits: torch.Tensor, matches: torch.Tensor) -> torch.Tensor:

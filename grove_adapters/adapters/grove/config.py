@@ -44,11 +44,13 @@ class GroVEConfig(LoopConfig):
            .
         natural_rate: Share of a natural-gradient step that q(u) takes for a minibatch of at least M links.
         restarts: Starts of the search for the latent of a new embedding.
-        uncertainty: What `uncertainty` of the posterior is: ``"latent_entropy"``, the entropy (nats) of the Laplace
-            posterior p(x | z), or ``"variance"``, the mean predictive variance, as published. A GP's variance is
-            smallest where training data are dense, and vague items crowd together near the mean: on
-            `datasets.synthetic` it ranks the known noise the wrong way round (Spearman −.2 to −.5) while the entropy,
-            which grows where the decoder is flat, is right (.9).
+        uncertainty: What `uncertainty` of the posterior is. ``"mismatch"``: the log mean squared distance from the item
+            to its partners that its latent lets expect (`grove.mismatch`), the noise between modalities where the item
+            lies. ``"latent_entropy"``: the entropy (nats) of the Laplace posterior p(x | z), large where the decoder is
+            flat. ``"variance"``: the mean predictive variance, as published. A GP's variance is smallest where training
+            data are dense, and vague items crowd together near the mean: it ranks known noise the wrong way round, the
+            other two do not. None of them sees a gallery; whether a match is right is the question of
+            `TaskResult.confidence`.
         learning_rate: Of the inducing inputs, length scales, output scales and noises.
     """
 
@@ -86,7 +88,7 @@ class GroVEConfig(LoopConfig):
     latent_learning_rate: float = 0.05
     natural_rate: float = 0.1
     restarts: int = 2
-    uncertainty: Literal["latent_entropy", "variance"] = "latent_entropy"
+    uncertainty: Literal["mismatch", "latent_entropy", "variance"] = "mismatch"
     learning_rate: float = 0.01
 
     def check(self) -> None:

@@ -12,7 +12,9 @@ from grove_adapters.adapters.grove.alignments import Alignment, Marginal
 from grove_adapters.adapters.grove.data import LinkedRows
 from grove_adapters.adapters.grove.gp import SparseGP
 from grove_adapters.adapters.grove.inference import LatentInference
+from grove_adapters.adapters.grove.mismatch import Mismatch
 from grove_adapters.adapters.grove.natural import NaturalGradient
+from grove_adapters.embeddings import MODALITIES
 
 
 class Decoders(torch.nn.Module):
@@ -25,7 +27,9 @@ class Decoders(torch.nn.Module):
         share: How far a predictive mean around the frozen embedding goes towards the decoding.
         cross_shares: (2, 2) the same for predictions of the other modality from an image and from a text: how far by
             the difference of the two decodings, and from there how far to the other's decoding.
-        cross_noise: (2,) noise variance of those predictions around the frozen embedding.
+        cross_noise: (2, 2) log noise variance of those predictions, and how much it rises with a standard deviation
+            of the mismatch.
+        mismatch: How far the partners of an item are, by modality.
         searches: Latent inference made ready, by modality and device; nothing that is learned.
 
     Args:
@@ -43,13 +47,26 @@ class Decoders(torch.nn.Module):
         self.register_buffer("anchors", torch.zeros(n_anchors, latent_dim))
         self.register_buffer("share", torch.zeros(()))
         self.register_buffer("cross_shares", torch.zeros(2, 2))
-        self.register_buffer("cross_noise", torch.ones(2))
+        self.register_buffer("cross_noise", torch.zeros(2, 2))
+        self.mismatch = torch.nn.ModuleDict({modality: Mismatch(n_inducing) for modality in MODALITIES})
         self.searches: dict[Any, LatentInference] = {}
 
     anchors: torch.Tensor
     share: torch.Tensor
     cross_shares: torch.Tensor
     cross_noise: torch.Tensor
+
+    def mismatch_of(self, modality: str) -> Mismatch:
+        """How far the partners of that modality's items are."""
+        mismatch = self.mismatch[modality]
+        assert isinstance(mismatch, Mismatch)
+        return mismatch
+
+    def expected_mismatch(self, modality: str, latents: torch.Tensor, *, standardised: bool = False) -> torch.Tensor:
+        """(B,) mismatch to expect at latents, as a log squared distance or in standard deviations."""
+        mismatch = self.mismatch_of(modality)
+        values = mismatch(self.gps[modality], latents)
+        return mismatch.standardised(values) if standardised else values
 
     @property
     def gps(self) -> dict[str, SparseGP]:

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -6,7 +8,7 @@ from scipy.stats import spearmanr
 from grove_adapters import seeding
 from grove_adapters.adapters import create_adapter, load_adapter
 from grove_adapters.adapters.grove import GroVE, GroVEConfig
-from grove_adapters.adapters.grove.backbone import decoding_share
+from grove_adapters.adapters.grove.backbone import cross_noise, decoding_share
 from grove_adapters.adapters.grove.data import LinkedRows
 from grove_adapters.adapters.grove.initialise import inducing_inputs, start
 from grove_adapters.adapters.grove.model import Objective
@@ -122,14 +124,16 @@ def test_decoding_share_is_what_helps_held_out_links_to_match():
 def test_cross_prediction_is_a_gaussian_where_held_out_partners_are():
     world = make_pairs(500, dim=32, views=0, noise=0.2, seed=2)
     train, test = world.pairs.split(0.6, seed=0)
-    for mean, narrowest in (("constant", 0.2), ("backbone", 0.3)):
+    for mean in ("constant", "backbone"):
         adapter = GroVE(**{**SMALL, "epochs": 25, "n_inducing": 60}, mean=mean).fit(train)
         for given, partner, column in ((test.images, test.texts, 0), (test.texts, test.images, 1)):
             cross = adapter.predict_cross(given.take(test.links[:, column]))
             truth = torch.as_tensor(partner.values[test.links[:, 1 - column]])
             error = (cross.mean - truth).square()
             assert float(error.sum(1).mean()) < 0.6 * float(truth.var(0).sum())
-            assert narrowest < float((error / cross.variance).mean()) < 2
+            torch.testing.assert_close(cross.aleatoric + cross.epistemic, cross.variance)
+            if mean == "constant":  # a backbone's variance is for matching, see the next test
+                assert 0.2 < float((error / cross.variance).mean()) < 2
             assert (cross.modality, cross.ids[0]) == (given.modality, given.ids[test.links[0, column]])
 
 
@@ -140,9 +144,37 @@ def test_cross_predictions_are_queries_of_the_other_modality():
     train, test = world.pairs.split(0.6, seed=0)
     adapter = GroVE(**{**SMALL, "latent_dim": 8, "n_inducing": 60}).fit(train)
     texts = create_adapter("deterministic").fit(train).predict(test.texts)
-    result = retrieve(adapter.predict_cross(test.images), texts, links=test.links, similarity="expected_likelihood")
+    result = retrieve(adapter.predict_cross(test.images), texts, links=test.links, similarity="likelihood")
     assert result.correct.mean() > 10 / len(test.images)
-    assert 0 <= result.confidence.min() <= result.confidence.max() <= 1
+    assert abs(result.confidence.mean() - result.correct.mean()) < 0.2
+
+
+def test_the_variance_of_cross_predictions_is_what_matches_held_out_queries_best():
+    random = torch.Generator().manual_seed(0)
+    truth = torch.randn(300, 6, generator=random, dtype=torch.float64)
+    vague = torch.arange(300) % 2
+    for scale in (0.3, 0.5):
+        noise = scale * (1 + 2 * vague[:, None]) * torch.randn(300, 6, generator=random, dtype=torch.float64)
+        square = torch.cdist(truth + noise, truth).square()
+        level, slope = cross_noise(square, 2.0 * vague - 1, torch.eye(300, dtype=torch.bool), scale**2 * 3)
+        sharp, wide = (math.exp(level + slope * side) ** 0.5 for side in (-1, 1))
+        assert 0.6 * scale < sharp < 1.5 * scale
+        assert 2 < wide / sharp < 4
+    easy = 1e4 * (1 - torch.eye(5))  # nothing to learn: stay
+    level, slope = cross_noise(easy, torch.zeros(5), torch.eye(5, dtype=torch.bool), 0.01)
+    assert (math.exp(level), slope) == (pytest.approx(0.01), 0)
+
+
+def test_every_uncertainty_has_its_meaning(world, fitted):
+    located = fitted._located(fitted.module_, "image", torch.as_tensor(world.pairs.images.values))
+    for name in ("mismatch", "latent_entropy", "variance"):
+        posterior = GroVE(**SMALL, uncertainty=name).fit(world.pairs, seed=0).predict(world.pairs.images)
+        expected = {
+            "mismatch": lambda: fitted.module_.mismatch["image"](fitted.module_.image, located.mode),
+            "latent_entropy": lambda: located.entropy,
+            "variance": lambda p=posterior: p.variance.mean(1),
+        }[name]()
+        torch.testing.assert_close(posterior.uncertainty.double(), expected.double(), rtol=1e-5, atol=1e-6)
 
 
 def test_cross_prediction_checks_what_predict_checks(world, fitted):
