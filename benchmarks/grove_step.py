@@ -52,7 +52,7 @@ def ours(size: argparse.Namespace) -> Callable[[], None]:
         for gp in decoders.gps.values():
             gp.inducing.normal_()
             gp.kernel.start((2 * size.latent_dim) ** 0.5)
-    natural = NaturalGradient(decoders.gps, N_LINKS, 0.1)
+    natural = NaturalGradient(decoders.processes, N_LINKS, size.dim, 0.1)
     objective = Objective(
         decoders,
         latents,

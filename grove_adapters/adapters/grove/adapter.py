@@ -27,6 +27,8 @@ from grove_adapters.errors import InputError
 from grove_adapters.posterior import ProbabilisticEmbedding
 
 ANCHORS = 512  # training latents kept for prediction
+NOISE_INDUCING = 50  # inducing inputs of the noise, which is smoother than what it is the noise of
+FIRST_NOISE_VARIANCE = 0.1  # of the logarithm of the noise over latent space, to begin with
 OTHER = {"image": "text", "text": "image"}
 LEAST_NOISE = 0.1  # share of a cross prediction's variance that is never put down to doubt about the latent
 MISMATCH_ITEMS = 4096  # training items that a mismatch is learned from
@@ -110,7 +112,7 @@ class GroVE(Adapter):
                 gp.follows_optimum(inducing_too=config.exact)
             collapsed = CollapsedObjective(decoders, latents, data, exact=config.exact, **settings)
             return collapsed, config.replace(batch_size=len(data)), [moving]
-        natural = NaturalGradient(decoders.gps, len(data), config.natural_rate)
+        natural = NaturalGradient(decoders.processes, len(data), data.dim, config.natural_rate)
         return Objective(decoders, latents, data, natural=natural, **settings), config, [moving, natural]
 
     def _tell(self, report: FitReport, decoders: Decoders, moved: float) -> None:
@@ -135,7 +137,9 @@ class GroVE(Adapter):
         if not self.config.exact:
             inducing = initialise.inducing_inputs(start.latents, self.config.n_inducing, seed)
         dim = len(start.constants["image"])
-        decoders = self._decoders(len(inducing), dim, min(ANCHORS, len(start.latents)))
+        varies = self.config.noise == "heteroscedastic"
+        spots = initialise.inducing_inputs(start.latents, NOISE_INDUCING, seed) if varies else inducing[:0]
+        decoders = self._decoders(len(inducing), dim, min(ANCHORS, len(start.latents)), len(spots))
         lengthscale = initialise.median_distance(start.latents, seed)
         with torch.no_grad():
             decoders.anchors.copy_(initialise.sampled(start.latents, ANCHORS, seed))
@@ -146,6 +150,10 @@ class GroVE(Adapter):
                 gp.kernel.start(lengthscale)
                 gp.kernel.log_scale.fill_(half)
                 gp.log_noise.fill_(half)
+                if gp.noise_process is not None:
+                    gp.noise_process.inducing.copy_(spots)
+                    gp.noise_process.kernel.start(lengthscale)
+                    gp.noise_process.kernel.log_scale.fill_(math.log(FIRST_NOISE_VARIANCE))
         return decoders
 
     def _validation(
@@ -220,12 +228,17 @@ class GroVE(Adapter):
 
     def _facts(self) -> dict[str, Any]:
         decoders = self._fitted_decoders()
-        return {"n_inducing": len(decoders.image.inducing), "n_anchors": len(decoders.anchors)}
+        noise = decoders.image.noise_process
+        return {
+            "n_inducing": len(decoders.image.inducing),
+            "n_anchors": len(decoders.anchors),
+            "n_noise": 0 if noise is None else len(noise.inducing),
+        }
 
     def _build(self, dim: int, facts: Mapping[str, Any]) -> torch.nn.Module:
-        return self._decoders(facts["n_inducing"], dim, facts["n_anchors"])
+        return self._decoders(facts["n_inducing"], dim, facts["n_anchors"], facts.get("n_noise", 0))
 
-    def _decoders(self, n_inducing: int, dim: int, n_anchors: int) -> Decoders:
+    def _decoders(self, n_inducing: int, dim: int, n_anchors: int, n_noise: int) -> Decoders:
         config = self.config
         return Decoders(
             n_inducing,
@@ -235,6 +248,7 @@ class GroVE(Adapter):
             kernel=config.kernel,
             ard=config.ard,
             covariance=config.covariance,
+            n_noise=n_noise,
         )
 
     def predict_cross(
@@ -280,7 +294,7 @@ class GroVE(Adapter):
         mean, epistemic = self._read_off(decoders, batch.modality, posterior)
         if self.config.mean == "backbone":
             mean = torch.lerp(batch.values, mean, decoders.share)
-        fields = _parts(mean, decoders.gps[batch.modality].noise, epistemic)
+        fields = _parts(mean, _noise(decoders.gps[batch.modality], posterior.mode), epistemic)
         if self.config.uncertainty == "latent_entropy":
             fields["uncertainty"] = posterior.entropy
         elif self.config.uncertainty == "mismatch":
@@ -292,7 +306,7 @@ class GroVE(Adapter):
         posterior = self._located(decoders, batch.modality, batch.values)
         mean, epistemic = self._read_off(decoders, partner, posterior)
         if self.config.mean == "constant":
-            return _parts(mean, decoders.gps[partner].noise, epistemic)
+            return _parts(mean, _noise(decoders.gps[partner], posterior.mode), epistemic)
         own, _ = _decoded(decoders.gps[batch.modality], posterior.mode)
         first, second = decoders.cross_shares[place]
         moved = torch.lerp(batch.values, batch.values + mean - own, first)
@@ -371,6 +385,14 @@ def _decoded(gp: SparseGP, latents: torch.Tensor) -> tuple[torch.Tensor, torch.T
     parts = [gp.marginal(gp.features(x, factor)) for x in blocks(latents)]
     mean, variance = (torch.cat(items)[: len(latents)] for items in zip(*parts, strict=True))
     return mean + gp.constant, variance
+
+
+@torch.no_grad()
+def _noise(gp: SparseGP, latents: torch.Tensor) -> torch.Tensor:
+    """Expected noise variance at latents, () or (B, 1), in blocks of one size."""
+    if gp.noise_process is None:
+        return gp.noise
+    return torch.cat([gp.noise_at(x).variance for x in blocks(latents)])[: len(latents)]
 
 
 @torch.no_grad()

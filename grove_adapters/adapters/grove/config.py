@@ -29,6 +29,9 @@ class GroVEConfig(LoopConfig):
         ard: Whether the kernel has a length scale for each latent dimension; a cosine has none.
         covariance: Of q(u): ``"shared"`` by the D outputs, which loses nothing where their noise is one,
             ``"diagonal"``, or a full one ``"per_dim"`` as published, with D times the memory and time.
+        noise: ``"homoscedastic"``, as published: one noise variance σ² for a modality. ``"heteroscedastic"``: σ²(x)
+            varies over latent space, by a second sparse GP for its logarithm, so that the aleatoric variance tells
+            vague items from sharp ones; minibatch training only. See `grove.gp.SparseGP`.
         training: ``"minibatch"``: stochastic steps, with q(u) by natural gradients. ``"collapsed"``: one step an epoch
             on the bound of all links with q(u) at its optimum, computed in a stream; the covariance must be
             ``"shared"``.
@@ -80,6 +83,7 @@ class GroVEConfig(LoopConfig):
     kernel: Literal["rbf", "matern15", "matern25", "cosine"] = "rbf"
     ard: bool = False
     covariance: Literal["shared", "diagonal", "per_dim"] = "shared"
+    noise: Literal["homoscedastic", "heteroscedastic"] = "homoscedastic"
     training: Literal["minibatch", "collapsed"] = "minibatch"
     exact: bool = False
     mean: Literal["constant", "backbone"] = "backbone"
@@ -102,4 +106,9 @@ class GroVEConfig(LoopConfig):
         self.require(not (self.ard and self.kernel == "cosine"), "ard", "False, for a cosine has no length scales")
         collapsed = self.exact or self.training == "collapsed"
         self.require(not collapsed or self.covariance == "shared", "covariance", "'shared', for collapsed training")
+        self.require(
+            not collapsed or self.noise == "homoscedastic",
+            "noise",
+            "'homoscedastic', for collapsed and exact training, where the best q(u) is known for one noise only",
+        )
         self.require(0 < self.natural_rate <= 1, "natural_rate", "a share above 0 and up to 1")

@@ -1,8 +1,9 @@
-"""One sparse variational Gaussian process with D outputs that share kernel and inducing inputs."""
+"""Sparse variational Gaussian processes with D outputs that share kernel and inducing inputs, and their noise."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
@@ -71,8 +72,33 @@ class _Whitened(torch.autograd.Function):
         return 0.5 * (whole + whole.T), both[:, len(factor) :], None
 
 
-class SparseGP(torch.nn.Module):
-    """g: Rᴸ → Rᴰ with g_d ~ GP(c_d, k), seen through u = g(V) = c + L w with K(V, V) = L Lᵀ and q(w_d) = N(m_d, S_d).
+@dataclass(frozen=True)
+class Noise:
+    """A noise variance σ², known or known in distribution: the three moments that are asked for.
+
+    Attributes:
+        log: E[log σ²], () or (B, 1) float64.
+        precision: E[1 / σ²].
+        variance: E[σ²].
+    """
+
+    log: torch.Tensor
+    precision: torch.Tensor
+    variance: torch.Tensor
+
+    @classmethod
+    def known(cls, variance: torch.Tensor) -> Self:
+        """σ² itself."""
+        return cls(variance.log(), 1 / variance, variance)
+
+    @classmethod
+    def log_normal(cls, mean: torch.Tensor, variance: torch.Tensor) -> Self:
+        """log σ² ~ N(mean, variance)."""
+        return cls(mean, torch.exp(0.5 * variance - mean), torch.exp(0.5 * variance + mean))
+
+
+class SparseProcess(torch.nn.Module):
+    """g: Rᴸ → Rᴰ with g_d ~ GP(0, k), seen through u = g(V) = L w with K(V, V) = L Lᵀ and q(w_d) = N(m_d, S_d).
 
     Kernel and inducing inputs V are shared over the D outputs, so K is factorised once and a minibatch costs
     O(M²B + M³ + MBD) instead of D times O(M²B + M³). Sharing S too loses nothing: with a Gaussian likelihood of one
@@ -91,10 +117,8 @@ class SparseGP(torch.nn.Module):
     Attributes:
         kernel: k.
         inducing: V, (M, L).
-        log_noise: Log of the likelihood's variance σ².
         mean: m, (M, D), whitened.
         covariance: S_d.
-        constant: c, (D,), the mean of the training embeddings.
         jitter: The largest share of the mean diagonal that K has needed.
 
     Source: GroVE, section 3.2 and Eqs. 11–13, with a plus for the printed minus of Eq. 13; the public code mixes 512
@@ -115,24 +139,15 @@ class SparseGP(torch.nn.Module):
         super().__init__()
         self.kernel = KERNELS[kernel](latent_dim, ard=ard)
         self.inducing = torch.nn.Parameter(torch.zeros(n_inducing, latent_dim))
-        self.log_noise = torch.nn.Parameter(torch.zeros(()))
         self.mean = torch.nn.Parameter(torch.zeros(n_inducing, dim))
         self.covariance = make_covariance(covariance, n_inducing, dim)
-        self.register_buffer("constant", torch.zeros(dim))
         self.jitter = 0.0
         self.name = name
-
-    constant: torch.Tensor
 
     @property
     def dim(self) -> int:
         """D."""
         return self.mean.shape[1]
-
-    @property
-    def noise(self) -> torch.Tensor:
-        """σ², float64."""
-        return self.log_noise.double().exp()
 
     def factor(self) -> torch.Tensor:
         """L, (M, M) float64 with L Lᵀ = K(V, V) + jitter.
@@ -158,7 +173,7 @@ class SparseGP(torch.nn.Module):
         return torch.linalg.solve_triangular(factor, self.kernel(self.inducing, x), upper=False).T
 
     def marginal(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """q(g(x)): (B, D) mean less the constant, float32, and its variance without noise, float64.
+        """q(g(x)): (B, D) mean, float32, and its variance, float64.
 
         k(x, x) + rᵀ (S_d − I) r, with r the features: (B, D), or (B, 1) where all outputs share it. Float64 is kept for
         the difference, where digits cancel; the rest is float32. A floor of the smallest jitter keeps rounding from
@@ -167,11 +182,6 @@ class SparseGP(torch.nn.Module):
         single, scale = features.float(), self.kernel.scale
         variance = scale - features.square().sum(1, keepdim=True) + self.covariance.spread(single)
         return single @ self.mean, variance.clamp_min(JITTERS[0] * scale.detach())
-
-    def follows_optimum(self, *, inducing_too: bool) -> None:
-        """Leave q(u), and the inducing inputs where asked, to whoever sets them: no optimiser moves them."""
-        for parameter in (self.mean, self.covariance.root, *([self.inducing] if inducing_too else [])):
-            parameter.requires_grad_(False)
 
     def variance_loss(self) -> torch.Tensor:
         """A = Σ_d (I − S_d), (M, M) float64: the marginal variances add up to D k(x, x) − rᵀ A r."""
@@ -183,6 +193,65 @@ class SparseGP(torch.nn.Module):
         means = self.mean.flatten()
         return self.covariance.divergence() + 0.5 * torch.dot(means, means)
 
+
+class SparseGP(SparseProcess):
+    """A modality's decoder: embeddings are c + g(x) plus noise of variance σ², the same for the D outputs.
+
+    With ``n_noise`` the noise varies over latent space: log σ²(x) is a second sparse process with one output around
+    `log_noise`.
+
+    Args:
+        n_inducing: M.
+        latent_dim: L.
+        dim: D.
+        name: For messages.
+        n_noise: Inducing inputs of the noise's process; 0 for noise that is the same everywhere.
+        kinds: Kernel, ARD and covariance, see `SparseProcess`.
+
+    Attributes:
+        log_noise: Log of the likelihood's variance σ², or its mean a priori where it varies.
+        constant: c, (D,), the mean of the training embeddings.
+        noise_process: log σ²(x) − `log_noise`, or None.
+
+    Source: Lázaro-Gredilla and Titsias 2011 (variational heteroscedastic GP regression), with the sparse process for
+    the log noise of Saul, Hensman, Vehtari and Lawrence 2016 (chained GPs). GroVE has one σ² for everything.
+    """
+
+    def __init__(
+        self, n_inducing: int, latent_dim: int, dim: int, name: str = "", *, n_noise: int = 0, **kinds: Any
+    ) -> None:
+        super().__init__(n_inducing, latent_dim, dim, name, **kinds)
+        self.log_noise = torch.nn.Parameter(torch.zeros(()))
+        self.register_buffer("constant", torch.zeros(dim))
+        self.noise_process: SparseProcess | None = None
+        if n_noise:
+            kernel, ard = kinds.get("kernel", "rbf"), kinds.get("ard", False)
+            self.noise_process = SparseProcess(n_noise, latent_dim, 1, f"{name} noise", kernel=kernel, ard=ard)
+
+    constant: torch.Tensor
+
+    @property
+    def noise(self) -> torch.Tensor:
+        """σ², float64; where it varies, the one around which it does."""
+        return self.log_noise.double().exp()
+
+    def noise_given(self, marginal: tuple[torch.Tensor, torch.Tensor] | None) -> Noise:
+        """The noise where its process has the given marginal, or the constant one."""
+        if marginal is None:
+            return Noise.known(self.noise)
+        mean, variance = marginal
+        return Noise.log_normal(self.log_noise.double() + mean, variance)
+
+    def noise_at(self, x: torch.Tensor) -> Noise:
+        """The noise at latents x (B, L)."""
+        process = self.noise_process
+        return self.noise_given(None if process is None else process.marginal(process.features(x, process.factor())))
+
+    def follows_optimum(self, *, inducing_too: bool) -> None:
+        """Leave q(u), and the inducing inputs where asked, to whoever sets them: no optimiser moves them."""
+        for parameter in (self.mean, self.covariance.root, *([self.inducing] if inducing_too else [])):
+            parameter.requires_grad_(False)
+
     @torch.no_grad()
     def facts(self) -> dict[str, Any]:
         """Learned hyperparameters and the jitter needed, for the fit report."""
@@ -191,6 +260,7 @@ class SparseGP(torch.nn.Module):
             "scale": float(self.kernel.scale),
             **self.kernel.facts(),
             "jitter": self.jitter,
+            **({} if self.noise_process is None else {"log_noise_variance": float(self.noise_process.kernel.scale)}),
         }
 
     @torch.no_grad()

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from grove_adapters.adapters.grove.gp import SparseGP
+from grove_adapters.adapters.grove.gp import SparseGP, SparseProcess
+from grove_adapters.adapters.grove.kernels import Local
 
 BLOCK = 256  # rows worked on together, always as many: then no result depends on how many there are
 MAX_STEPS = 200
@@ -19,7 +20,7 @@ SUFFICIENT = 1e-4  # share of the predicted decrease that a step must reach (Arm
 SMALLEST_CURVATURE = 1e-3
 
 Targets = dict[str, torch.Tensor]
-"""What is left of each row by modality: (·, M), see `_Reduced.target`."""
+"""What is left of each row by modality: (·, M) or (·, M + 1), see `_Reduced.target`."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,35 @@ class LatentPosterior:
     converged: torch.Tensor
 
 
+class _Form:
+    """q(x) = ½ kᵀ W k − kᵀ b with k = k(V, x), and its derivatives by x.
+
+    Args:
+        process: Whose kernel and inducing inputs V.
+        weights: W, (M, M) float64, symmetric.
+    """
+
+    def __init__(self, process: SparseProcess, weights: torch.Tensor) -> None:
+        self._kernel = process.kernel
+        self._inducing = process.inducing.double()
+        self.weights = weights
+
+    def local(self, x: torch.Tensor) -> Local:
+        """k and its derivatives at x (B, L)."""
+        return self._kernel.local(x, self._inducing)
+
+    def slope(self, x: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q (B,) and its gradient (B, L) for b (B, M) or (M,)."""
+        local = self.local(x)
+        turned = local.value @ self.weights
+        return (local.value * (0.5 * turned - b)).sum(1), local.pull(turned - b)
+
+    def curvature(self, x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """The Hessian of q, (B, L, L)."""
+        local = self.local(x)
+        return _quadratic(local.slopes(), self.weights) + local.bend(local.value @ self.weights - b)
+
+
 class _Reduced:
     """One GP seen from latent space: ‖z − μ(x)‖² and the variance need no D-dim vector once α(z − c) is known.
 
@@ -48,25 +78,113 @@ class _Reduced:
     """
 
     def __init__(self, gp: SparseGP) -> None:
-        factor = gp.factor()
-        identity = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
-        inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
+        inverse = _inverse_factor(gp)
         self.kernel = gp.kernel
-        self.inducing = gp.inducing.double()
         self.dim = gp.dim
         self.alpha = inverse.T @ gp.mean.double()
         self.gram = self.alpha @ self.alpha.T
-        self.weights = (self.gram - inverse.T @ gp.variance_loss() @ inverse) / gp.noise
-        self.noise = gp.noise
-        self._constant = gp.constant
+        self.constant = gp.constant
+        self.precision = 1 / gp.noise
+        self.form = _Form(gp, (self.gram - inverse.T @ gp.variance_loss() @ inverse) * self.precision)
 
     def target(self, values: torch.Tensor) -> torch.Tensor:
         """β of rows z, (B, M) float64."""
-        return (values - self._constant).double() @ self.alpha.T / self.noise
+        return (values - self.constant).double() @ self.alpha.T * self.precision
 
-    def propagated(self, slopes: torch.Tensor, covariance: torch.Tensor) -> torch.Tensor:
-        """tr(C JᵀJ) / D from ∇k (B, L, M) and C (B, L, L)."""
-        return (_quadratic(slopes, self.gram) * covariance).sum((1, 2)) / self.dim
+    def decoded(self, x: torch.Tensor) -> torch.Tensor:
+        """`target` of the embeddings decoded from x (B, L)."""
+        return self.form.local(x).value @ self.gram * self.precision
+
+    def linear(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The energy at x (A, L) of any target t is a + t · b: a (A,) and b (A, M)."""
+        k = self.form.local(x).value
+        return 0.5 * (k @ self.form.weights * k).sum(1), -k
+
+    def energy(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Negative expected log-likelihood up to a constant of each row, (B,), and its gradient (B, L)."""
+        return self.form.slope(x, target)
+
+    def hessian(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Its second derivatives, (B, L, L)."""
+        return self.form.curvature(x, target)
+
+    def propagated(self, x: torch.Tensor, covariance: torch.Tensor) -> torch.Tensor:
+        """tr(C JᵀJ) / D at x (B, L) with C (B, L, L)."""
+        return (_quadratic(self.form.local(x).slopes(), self.gram) * covariance).sum((1, 2)) / self.dim
+
+
+class _VaryingNoise(_Reduced):
+    """The same where log σ²(x) = l + h(x) is uncertain: the energy is ½ D m(x) + e(x) p(x).
+
+    m is the mean of h and p = E[1 / σ²] = exp(−l − m + v / 2), whose exponent is a form in the kernel of the noise.
+    What it multiplies is e = ½ E‖z − g(x)‖², a form as before for σ² = 1, whose part ½ (‖z − c‖² + D s²) now counts:
+    it is the last number of a target.
+    """
+
+    def __init__(self, gp: SparseGP, process: SparseProcess) -> None:
+        super().__init__(gp)
+        self.form = _Form(gp, self.form.weights / self.precision)
+        self.precision = torch.ones_like(self.precision)
+        self.rest = 0.5 * gp.dim * gp.kernel.scale
+        inverse = _inverse_factor(process)
+        self.slant = (inverse.T @ process.mean.double())[:, 0]
+        self.noise_form = _Form(process, inverse.T @ process.variance_loss() @ inverse)
+        self.offset = 0.5 * process.kernel.scale - gp.log_noise.double()
+
+    def target(self, values: torch.Tensor) -> torch.Tensor:
+        """β and ½ (‖z − c‖² + D s²), (B, M + 1) float64."""
+        square = (values - self.constant).double().square().sum(1, keepdim=True)
+        return torch.cat([super().target(values), 0.5 * square + self.rest], 1)
+
+    def decoded(self, x: torch.Tensor) -> torch.Tensor:
+        """`target` of the embeddings decoded from x (B, L)."""
+        k, beta = self.form.local(x).value, super().decoded(x)
+        return torch.cat([beta, 0.5 * (beta * k).sum(1, keepdim=True) + self.rest], 1)
+
+    def linear(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The energy at x (A, L) of any target t is a + t · b: a (A,) and b (A, M + 1)."""
+        a, b = super().linear(x)
+        precision = self._precision(x)[0]
+        level = 0.5 * self.dim * (self.noise_form.local(x).value @ self.slant)
+        return level + precision * a, precision[:, None] * torch.cat([b, torch.ones_like(b[:, :1])], 1)
+
+    def energy(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Negative expected log-likelihood up to a constant of each row, (B,), and its gradient (B, L)."""
+        misfit, slope = self.form.slope(x, target[:, :-1])
+        misfit = misfit + target[:, -1]
+        precision, bend = self._precision(x)
+        noise = self.noise_form.local(x)
+        rise = noise.pull(self.slant.expand_as(noise.value))
+        energy = 0.5 * self.dim * (noise.value @ self.slant) + precision * misfit
+        return energy, 0.5 * self.dim * rise + precision[:, None] * (slope - misfit[:, None] * bend)
+
+    def hessian(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Its second derivatives, (B, L, L)."""
+        misfit, slope = self.form.slope(x, target[:, :-1])
+        misfit = misfit + target[:, -1]
+        precision, bend = self._precision(x)
+        noise = self.noise_form.local(x)
+        level = 0.5 * self.dim * noise.bend(self.slant.expand_as(noise.value))
+        cross = slope[:, :, None] * bend[:, None]
+        twice = bend[:, :, None] * bend[:, None] - self.noise_form.curvature(x, -self.slant)
+        inner = self.form.curvature(x, target[:, :-1]) - cross - cross.mT + misfit[:, None, None] * twice
+        return level + precision[:, None, None] * inner
+
+    def _precision(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """p (B,) and the gradient of −log p (B, L)."""
+        value, slope = self.noise_form.slope(x, -self.slant)
+        return torch.exp(self.offset - value), slope
+
+
+def _reduced(gp: SparseGP) -> _Reduced:
+    return _Reduced(gp) if gp.noise_process is None else _VaryingNoise(gp, gp.noise_process)
+
+
+def _inverse_factor(process: SparseProcess) -> torch.Tensor:
+    """L⁻¹."""
+    factor = process.factor()
+    identity = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+    return torch.linalg.solve_triangular(factor, identity, upper=False)
 
 
 class LatentInference:
@@ -101,24 +219,20 @@ class LatentInference:
         restarts: int = 2,
         tolerance: float = 1e-5,
     ) -> None:
-        self._reduced = {modality: _Reduced(gp) for modality, gp in gps.items()}
+        self._reduced = {modality: _reduced(gp) for modality, gp in gps.items()}
         self._prior = float(prior)
         self._restarts = min(restarts, len(anchors))
         self._reach = min(float(reduced.kernel.reach) for reduced in self._reduced.values())
         self._tolerance = tolerance * self._reach
         self._anchors = anchors.double()
         self._anchor_energy = 0.5 * self._prior * self._anchors.square().sum(1)
-        self._anchor_covariances = {}
+        self._anchor_slopes = {}
         self._identity = torch.eye(anchors.shape[1], dtype=torch.float64, device=anchors.device)
-        curvature = (self._prior * self._identity).expand(len(anchors), -1, -1)
         for modality, reduced in self._reduced.items():
-            local = reduced.kernel.local(self._anchors, reduced.inducing)
-            turned = local.value @ reduced.weights
-            residual = turned - local.value @ reduced.gram / reduced.noise  # of an embedding decoded from the anchor
-            self._anchor_covariances[modality] = local.value
-            self._anchor_energy = self._anchor_energy + 0.5 * (turned * local.value).sum(1)
-            curvature = curvature + _quadratic(local.slopes(), reduced.weights) + local.bend(residual)
-        self._typical = _inverse(curvature)[0].mean(0)
+            energy, self._anchor_slopes[modality] = reduced.linear(self._anchors)
+            self._anchor_energy = self._anchor_energy + energy
+        decoded = {modality: reduced.decoded(self._anchors) for modality, reduced in self._reduced.items()}
+        self._typical = _inverse(self._hessian(self._anchors, decoded))[0].mean(0)
 
     @torch.no_grad()
     def __call__(self, values: Mapping[str, torch.Tensor], guess: torch.Tensor | None = None) -> LatentPosterior:
@@ -160,7 +274,7 @@ class LatentInference:
         """(B,) variance of the decoded mean over p(x | z), averaged over the D outputs: tr(C JᵀJ) / D."""
         reduced = self._reduced[modality]
         parts = [
-            reduced.propagated(reduced.kernel.local(mode, reduced.inducing).slopes(), covariance)
+            reduced.propagated(mode, covariance)
             for mode, covariance in zip(blocks(posterior.mode), blocks(posterior.covariance), strict=True)
         ]
         return torch.cat(parts)[: len(posterior.mode)]
@@ -169,7 +283,7 @@ class LatentInference:
         """Numbers of the best anchors of each row, (B, restarts)."""
         energies = self._anchor_energy.expand(len(next(iter(targets.values()))), -1)
         for modality, target in targets.items():
-            energies = energies - target @ self._anchor_covariances[modality].T
+            energies = energies + target @ self._anchor_slopes[modality].T
         return energies.topk(self._restarts, dim=1, largest=False).indices
 
     def _search(
@@ -250,21 +364,15 @@ class LatentInference:
         """−log p(z | x) − log p(x) up to a constant of each row, (B,), and its gradient (B, L)."""
         energy, gradient = 0.5 * self._prior * x.square().sum(1), self._prior * x
         for modality, target in targets.items():
-            reduced = self._reduced[modality]
-            local = reduced.kernel.local(x, reduced.inducing)
-            turned = local.value @ reduced.weights
-            energy = energy + (local.value * (0.5 * turned - target)).sum(1)
-            gradient = gradient + local.pull(turned - target)
+            value, slope = self._reduced[modality].energy(x, target)
+            energy, gradient = energy + value, gradient + slope
         return energy, gradient
 
     def _hessian(self, x: torch.Tensor, targets: Targets) -> torch.Tensor:
         """Second derivatives of `_energy`, (B, L, L)."""
         hessian = (self._prior * self._identity).expand(len(x), -1, -1)
         for modality, target in targets.items():
-            reduced = self._reduced[modality]
-            local = reduced.kernel.local(x, reduced.inducing)
-            residual = local.value @ reduced.weights - target
-            hessian = hessian + _quadratic(local.slopes(), reduced.weights) + local.bend(residual)
+            hessian = hessian + self._reduced[modality].hessian(x, target)
         return hessian
 
 

@@ -10,7 +10,7 @@ import torch
 
 from grove_adapters.adapters.grove.alignments import Alignment, Marginal
 from grove_adapters.adapters.grove.data import LinkedRows
-from grove_adapters.adapters.grove.gp import SparseGP
+from grove_adapters.adapters.grove.gp import Noise, SparseGP, SparseProcess
 from grove_adapters.adapters.grove.inference import LatentInference
 from grove_adapters.adapters.grove.mismatch import Mismatch
 from grove_adapters.adapters.grove.natural import NaturalGradient
@@ -37,7 +37,7 @@ class Decoders(torch.nn.Module):
         latent_dim: L.
         dim: D.
         n_anchors: A.
-        kinds: Kernel, ARD and covariance of the GPs, see `SparseGP`.
+        kinds: Kernel, ARD, covariance and noise of the GPs, see `SparseGP`.
     """
 
     def __init__(self, n_inducing: int, latent_dim: int, dim: int, n_anchors: int, **kinds: Any) -> None:
@@ -73,26 +73,41 @@ class Decoders(torch.nn.Module):
         """Both GPs by modality."""
         return {"image": self.image, "text": self.text}
 
+    @property
+    def processes(self) -> dict[str, SparseProcess]:
+        """All that has a q(u): both GPs by modality, and the processes of their noise by `noise_of` it."""
+        noises = {noise_of(modality): gp.noise_process for modality, gp in self.gps.items()}
+        return {**self.gps, **{name: process for name, process in noises.items() if process is not None}}
+
+
+def noise_of(modality: str) -> str:
+    """The name of a modality's noise process."""
+    return f"{modality} noise"
+
 
 def expected_log_likelihood(
-    deviation: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, noise: torch.Tensor
+    deviation: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, noise: Noise
 ) -> torch.Tensor:
     """E[log N(z | g, σ² I)] for g_d ~ N(mean_d, variance_d), summed over d, in nats.
 
     Args:
         deviation: (B, D) z − c.
-        mean: (B, D) mean of g − c.
+        mean: (B, D) mean of g.
         variance: (B, D), or (B, 1) where all outputs share it.
-        noise: σ².
+        noise: σ², independent of g.
 
     Returns:
         (B,).
 
-    Source: GroVE, Eq. 6, the likelihood part.
+    Source: GroVE, Eq. 6, the likelihood part; with noise that is uncertain, Lázaro-Gredilla and Titsias 2011, Eq. 8.
     """
-    dim = mean.shape[1]
-    square = (deviation - mean).square().sum(1) + dim * variance.mean(1)
-    return -0.5 * (dim * torch.log(2 * math.pi * noise) + square / noise)
+    scale, precision = noise.log + math.log(2 * math.pi), noise.precision
+    return -0.5 * (mean.shape[1] * scale.flatten() + _square_error(deviation, mean, variance) * precision.flatten())
+
+
+def _square_error(deviation: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+    """E‖z − c − g‖², (B,)."""
+    return (deviation - mean).square().sum(1) + mean.shape[1] * variance.mean(1)
 
 
 class Objective:
@@ -139,11 +154,12 @@ class Objective:
 
     def __call__(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Terms of one minibatch of links; everything but the loss in nats per link, summed over dimensions."""
-        x = self._latents(rows.to(self._latents.weight.device))
+        x, batch = self._latents(rows.to(self._latents.weight.device)), self._data.fetch(rows)
         features, marginals = self._marginals(x)
-        self._observe(features, marginals)
-        terms = self._terms(x, self._data.fetch(rows), marginals)
-        divergence = (self._decoders.image.divergence() + self._decoders.text.divergence()) / len(self._data)
+        self._observe(features, marginals, batch)
+        terms = self._terms(x, batch, marginals)
+        divergences = [process.divergence() for process in self._decoders.processes.values()]
+        divergence = torch.stack(divergences).sum() / len(self._data)
         terms["loss"] = terms["loss"] + divergence / self._data.dim
         return {**terms, "divergence": divergence}
 
@@ -153,8 +169,13 @@ class Objective:
         return float(self._terms(x, batch, self._marginals(x)[1])["loss"])
 
     def _marginals(self, x: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, Marginal]]:
-        features = {modality: gp.differentiable_features(x) for modality, gp in self._decoders.gps.items()}
-        return features, {modality: gp.marginal(features[modality]) for modality, gp in self._decoders.gps.items()}
+        processes = self._decoders.processes
+        features = {name: process.differentiable_features(x) for name, process in processes.items()}
+        return features, {name: process.marginal(features[name]) for name, process in processes.items()}
+
+    @staticmethod
+    def _noise(modality: str, gp: SparseGP, marginals: Mapping[str, Marginal]) -> Noise:
+        return gp.noise_given(marginals.get(noise_of(modality)))
 
     def _terms(
         self, x: torch.Tensor, batch: Mapping[str, torch.Tensor], marginals: Mapping[str, Marginal]
@@ -162,7 +183,8 @@ class Objective:
         likelihood = x.new_zeros(())
         for modality, gp in self._decoders.gps.items():
             deviation = batch[modality] - gp.constant
-            likelihood = likelihood + expected_log_likelihood(deviation, *marginals[modality], gp.noise).mean()
+            noise = self._noise(modality, gp, marginals)
+            likelihood = likelihood + expected_log_likelihood(deviation, *marginals[modality], noise).mean()
         alignment = self._alignment(x, batch, self._shifted(marginals), self._decoders.gps)
         total = self._weight * alignment - likelihood
         if self._prior:
@@ -175,15 +197,24 @@ class Objective:
         return {"image": (mean + self._gap, variance), "text": marginals["text"]}
 
     @torch.no_grad()
-    def _observe(self, features: Mapping[str, torch.Tensor], marginals: Mapping[str, Marginal]) -> None:
+    def _observe(
+        self,
+        features: Mapping[str, torch.Tensor],
+        marginals: Mapping[str, Marginal],
+        batch: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Tell the natural-gradient optimiser the curvatures of this minibatch."""
         if self._natural is None:
             return
         coupling, bends = self._alignment.stiffness(*self._shifted(marginals).values())
         for modality, gp in self._decoders.gps.items():
-            self._natural.observe(
-                modality,
-                features[modality],
-                marginals[modality][1],
-                1 / gp.noise + self._weight * coupling,
-                self._weight * bends[modality],
-            )
+            precision = self._noise(modality, gp, marginals).precision.flatten()
+            weights = precision + self._weight * coupling, self._weight * bends[modality]
+            self._natural.observe(modality, features[modality], marginals[modality][1], *weights)
+            name = noise_of(modality)
+            if name in features:
+                # the likelihood's ½ E‖z − c − g‖² E[1 / σ²] is exp(−m + v / 2) times what m and v do not touch
+                misfit = 0.5 * _square_error(batch[modality] - gp.constant, *marginals[modality]) * precision
+                variance = marginals[name][1]
+                weights = misfit.clamp_min(0.5 * gp.dim), 0.25 * misfit * variance.flatten().square()
+                self._natural.observe(name, features[name], variance, *weights)

@@ -121,7 +121,7 @@ def test_evidence_bound_of_the_optimal_q_is_the_exact_log_marginal_likelihood():
     z = random(12, gp.dim, seed=4).float()
     features = gp.features(x, gp.factor())
     gp.set_optimal(features.T @ features, features.T @ (z - gp.constant).double())
-    bound = expected_log_likelihood(z - gp.constant, *gp.marginal(features), gp.noise).sum() - gp.divergence()
+    bound = expected_log_likelihood(z - gp.constant, *gp.marginal(features), gp.noise_at(x)).sum() - gp.divergence()
     noisy = gp.kernel(x, x) + gp.noise * torch.eye(12)
     exact = torch.distributions.MultivariateNormal(torch.zeros(12, dtype=torch.float64), noisy)
     log_marginal = exact.log_prob((z - gp.constant).double().T).sum()
@@ -137,7 +137,7 @@ def test_the_optimal_q_beats_its_neighbours():
     gp.set_optimal(features.T @ features, features.T @ (z - gp.constant).double())
 
     def bound():
-        likelihood = expected_log_likelihood(z - gp.constant, *gp.marginal(features), gp.noise).sum()
+        likelihood = expected_log_likelihood(z - gp.constant, *gp.marginal(features), gp.noise_at(x)).sum()
         return (likelihood - gp.divergence()).item()
 
     best = bound()
