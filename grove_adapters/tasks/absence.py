@@ -39,7 +39,7 @@ def retrieve_absent(
         positives: (R, 2) rows of further true matches, which are removed too.
         direction: ``"i2t"`` or ``"t2i"``.
         folds: Number of folds, at least 2; each gallery lacks about one part in so many.
-        seed: Address of the dealing.
+        seed: Address of the dealing, and `retrieve`'s.
         settings: Passed on to `retrieve`.
 
     Returns:
@@ -86,6 +86,7 @@ def retrieve_absent(
             links=pairs if direction == "i2t" else pairs[:, ::-1],
             direction=direction,
             unmatched="keep",
+            seed=seed,
             **settings,
         )
         holds = found.detail["n_matches"] > 0

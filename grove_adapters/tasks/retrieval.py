@@ -15,7 +15,8 @@ from grove_adapters.tasks.base import TaskResult
 from grove_adapters.tasks.index import search
 from grove_adapters.tasks.matching import MATCH_UNCERTAINTIES, marginal_signals, match_signals, match_uncertainty
 from grove_adapters.tasks.ranking import ranking_signals
-from grove_adapters.tasks.reading import RankBy, check_pair, default_temperature, ranked
+from grove_adapters.tasks.reading import RankBy, check_pair, default_similarity, default_temperature, ranked
+from grove_adapters.tasks.sampled import search_sampled
 from grove_adapters.tasks.truth import Direction, Truth
 
 UncertaintyOf = Literal[
@@ -41,6 +42,8 @@ def retrieve(
     direction: Direction = "i2t",
     rank_by: RankBy = "posterior",
     similarity: str = "auto",
+    samples: int = 8,
+    seed: int = 0,
     uncertainty: UncertaintyOf = "auto",
     temperature: float | None = None,
     marginal: Literal["uniform", "empirical"] = "uniform",
@@ -61,7 +64,10 @@ def retrieve(
             every recall as it was and uses the posterior for the uncertainty alone.
         similarity: A name in `similarity.SIMILARITIES`. ``"auto"``: ``"csd"``, the expected squared distance, and
             ``"cosine"`` for posteriors that are gallery-aware or for the backbone. GroVE's tables use
-            ``"wasserstein2"``.
+            ``"wasserstein2"``. ``"sampled"`` ranks by the match distribution averaged over draws of both sides, see
+            `tasks.search_sampled`.
+        samples: Draws of every item where `similarity` is ``"sampled"``.
+        seed: Address of these draws.
         uncertainty: ``"posterior"`` is the query's own. ``"one_minus_max_similarity"`` is 1 − the largest cosine to
             the gallery. ``"auto"`` is the former, or the latter where the query's posterior is gallery-aware.
             ``"true_pair_distance"`` is the cosine distance to the nearest true match: it **reads the answer** and is
@@ -69,7 +75,7 @@ def retrieve(
             distribution: ``"one_minus_confidence"``, ``"match_entropy"``, ``"one_minus_match_margin"`` and
             ``"minus_match_kl"``.
         temperature: Multiplier of the similarity that gives the logits of the match distribution. Default: the
-            source's logit scale times the cosine or half the ``"csd"`` or ``"wasserstein2"``; 1 for
+            source's logit scale times the cosine (of the draws too) or half the ``"csd"`` or ``"wasserstein2"``; 1 for
             ``"likelihood"`` and ``"expected_likelihood"``, which are logits as they are.
         marginal: What ``match_kl`` is the divergence from: ``"uniform"`` over the gallery, or ``"empirical"``, the mean
             match distribution of the queries, which takes two more passes over the gallery.
@@ -107,7 +113,7 @@ def retrieve(
     check_pair(images, texts, task="retrieve")
     _checks.choice(direction, ("i2t", "t2i"), what="direction")
     _checks.choice(rank_by, ("posterior", "backbone"), what="rank_by")
-    _checks.choice(similarity, ("auto", *SIMILARITIES), what="similarity")
+    _checks.choice(similarity, ("auto", "sampled", *SIMILARITIES), what="similarity")
     _checks.choice(uncertainty, get_args(UncertaintyOf), what="uncertainty")
     _checks.choice(marginal, ("uniform", "empirical"), what="marginal")
     _checks.choice(unmatched, ("raise", "drop", "keep"), what="unmatched")
@@ -131,29 +137,40 @@ def retrieve(
         )
     asked = np.arange(len(queries)) if unmatched == "keep" else np.flatnonzero(truth.n_matches)
 
-    gallery_aware = queries.gallery_aware or gallery.gallery_aware
     if similarity == "auto":
-        similarity = "cosine" if rank_by == "backbone" or gallery_aware else "csd"
+        similarity = default_similarity(images, texts, rank_by)
     if uncertainty == "auto":
         uncertainty = "one_minus_max_similarity" if queries.gallery_aware else "posterior"
+    if similarity == "sampled" and (ranking or marginal == "empirical"):
+        raise InputError(
+            "similarity='sampled' expected ranking=False and marginal='uniform', got "
+            f"ranking={ranking} and marginal={marginal!r}; choose a similarity in closed form for these"
+        )
     query_side, gallery_side = ranked(queries, rank_by, similarity), ranked(gallery, rank_by, similarity, gallery=True)
     query_side = query_side if len(asked) == len(queries) else query_side.rows(asked)
     if temperature is None:
-        temperature = default_temperature(similarity, queries.source.logit_scale)
-    if temperature is None and (uncertainty in MATCH_UNCERTAINTIES or marginal == "empirical"):
-        asked_for = f"uncertainty={uncertainty!r}" if uncertainty in MATCH_UNCERTAINTIES else f"marginal={marginal!r}"
+        temperature = default_temperature(
+            "cosine" if similarity == "sampled" else similarity, queries.source.logit_scale
+        )
+    needing = {f"uncertainty={uncertainty!r}": uncertainty in MATCH_UNCERTAINTIES}
+    needing |= {"marginal='empirical'": marginal == "empirical", "similarity='sampled'": similarity == "sampled"}
+    if temperature is None and any(needing.values()):
+        asked_for = next(name for name, needs in needing.items() if needs)
         raise InputError(
             f"{asked_for} expected a temperature, got similarity={similarity!r} of a source whose logit_scale is "
             f"{queries.source.logit_scale}; give temperature=, the multiplier that makes the similarity a logit"
         )
-    found = search(
-        query_side,
-        gallery_side,
-        k=max(depths[-1], 2, truth.n_matches.max() if ranking else 0),  # the margin needs two
-        similarity=similarity,
-        temperature=temperature,
-        progress=progress,
-    )
+    depth = max(depths[-1], 2, truth.n_matches.max() if ranking else 0)  # the margin needs two
+    if similarity == "sampled":
+        assert temperature is not None
+        asking = queries if len(asked) == len(queries) else queries.take(asked)
+        found = search_sampled(
+            asking, gallery, k=depth, temperature=temperature, samples=samples, seed=seed, progress=progress
+        )
+    else:
+        found = search(
+            query_side, gallery_side, k=depth, similarity=similarity, temperature=temperature, progress=progress
+        )
     hits = np.isin(asked[:, None] * len(gallery) + found.rows, truth.matches @ [len(gallery), 1])
     top, true = found.rows[:, : depths[-1]], hits[:, : depths[-1]]
     signals = {} if temperature is None else match_signals(found, len(gallery))
@@ -210,6 +227,7 @@ def retrieve(
             "logit_scale": queries.source.logit_scale,
             "temperature": temperature,
             "marginal": marginal,
+            **({"samples": samples, "seed": seed} if similarity == "sampled" else {}),
             "k": depths,
             "n_queries": len(asked),
             "n_gallery": len(gallery),

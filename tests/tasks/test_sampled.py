@@ -1,12 +1,15 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import normalize
 
 from grove_adapters import seeding
+from grove_adapters.embeddings import Source
 from grove_adapters.errors import InputError
 from grove_adapters.posterior import GaussianEmbedding, SampledEmbedding
-from grove_adapters.tasks import sampled
+from grove_adapters.tasks import retrieve, sampled
 from grove_adapters.tasks.sampled import search_sampled
 
 
@@ -80,3 +83,26 @@ def test_bad_input_is_one_sentence(capsys):
         search_sampled(queries, queries, k=1, temperature=1.0, samples=0)
     search_sampled(queries, queries, k=1, temperature=1.0, progress=True)
     assert "sampling" in capsys.readouterr().err
+
+
+def test_retrieve_ranks_and_judges_by_it():
+    source = Source(model="toy", logit_scale=30.0)
+    queries, gallery = (
+        dataclasses.replace(posterior(n, modality, s), source=source)
+        for n, modality, s in ((20, "image", 10), (40, "text", 11))
+    )
+    links = np.stack([np.arange(40) % 15, np.arange(40)], 1)
+    settings = {"links": links, "similarity": "sampled", "samples": 5, "seed": 3, "unmatched": "drop"}
+    result = retrieve(queries, gallery, uncertainty="match_entropy", **settings)
+    alone = search_sampled(queries.take(np.arange(15)), gallery, k=10, temperature=30.0, samples=5, seed=3)
+    np.testing.assert_array_equal(result.detail["top"], alone.rows)
+    np.testing.assert_array_equal(result.uncertainty, alone.entropy)
+    np.testing.assert_allclose(result.confidence, alone.probabilities[:, 0])
+    assert (result.provenance["temperature"], result.provenance["samples"], result.provenance["seed"]) == (30.0, 5, 3)
+    with pytest.raises(InputError, match="'sampled' expected ranking=False and marginal='uniform'"):
+        retrieve(queries, gallery, marginal="empirical", **settings)
+    bare = [dataclasses.replace(side, source=Source(model="toy")) for side in (queries, gallery)]
+    with pytest.raises(InputError, match="similarity='sampled' expected a temperature"):
+        retrieve(*bare, **settings)
+    with pytest.raises(InputError, match="rank_by='backbone' expected"):
+        retrieve(queries, gallery, rank_by="backbone", **settings)
