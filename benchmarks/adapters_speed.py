@@ -165,6 +165,7 @@ def predicted(adapter: Adapter, part: Embeddings, size: int, repeats: int) -> tu
         Batch(
             values=as_float32(part.values[start : start + size]),
             views=as_float32(part.views[start : start + size]) if adapter.needs_views else None,
+            features=as_float32(part.features[start : start + size]) if adapter.needs_features else None,
             modality=part.modality,
             seed=0,
         )

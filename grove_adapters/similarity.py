@@ -99,6 +99,35 @@ def cosine(queries: Distributions | Any, gallery: Distributions | Any) -> torch.
     return normalize(q.mean, dim=1) @ normalize(g.mean, dim=1).T
 
 
+class CosineMoments(NamedTuple):
+    """Moments of the cosines of Q × G pairs of independent draws.
+
+    Attributes:
+        mean: (Q, G).
+        variance: (Q, G), ≥ 0.
+    """
+
+    mean: torch.Tensor
+    variance: torch.Tensor
+
+
+def cosine_moments(queries: Distributions, gallery: Distributions) -> CosineMoments:
+    """Mean and variance of the cosine of a draw of each query with a draw of each gallery item.
+
+    The moments of the inner product are E = ⟨μ_q, μ_g⟩ and Var = Σ [σ²_q (σ²_g + μ²_g) + σ²_g μ²_q], exact where the
+    coordinates are independent. The lengths of the draws are taken to be their root mean squares √(‖μ‖² + Σσ²), which
+    loses little in many dimensions, where the length of a draw hardly varies.
+
+    Source: BayesVLM (Baumann et al., "Post-hoc Probabilistic Vision-Language Models"), ProbCosine.
+    """
+    q, g = _both(queries, gallery)
+    q_square, g_square = q.mean.square(), g.mean.square()
+    lengths = [(square + x.variance).sum(1).sqrt() for square, x in ((q_square, q), (g_square, g))]
+    scale = 1 / torch.outer(*lengths)
+    variance = q.variance @ (g.variance + g_square).T + q_square @ g.variance.T
+    return CosineMoments((q.mean @ g.mean.T).mul_(scale), variance.mul_(scale.square()))
+
+
 def csd(queries: Distributions, gallery: Distributions) -> torch.Tensor:
     """(Q, G) negated closed-form sampled distance: −E‖Z_q − Z_g‖² = −(‖μ_q − μ_g‖² + Σ(σ²_q + σ²_g)) < 0.
 

@@ -27,7 +27,7 @@ LAYERS: dict[str, set[str]] = {
     "similarity": {"embeddings", "posterior"},
     "heads": set(),
     "objectives": set(),
-    "adapters": {"embeddings", "posterior", "heads", "objectives"},
+    "adapters": {"embeddings", "posterior", "similarity", "heads", "objectives"},
     "tasks": {"embeddings", "posterior", "similarity"},
     "calibration": {"tasks"},
     "plots": {"calibration", "tasks", "posterior"},

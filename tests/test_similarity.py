@@ -212,3 +212,26 @@ def test_bad_input_is_one_sentence():
         similarity.lift(q, "cds", side="query")
     with pytest.raises(InputError, match="side has no option"):
         similarity.lift(q, "csd", side="queries")
+
+
+def test_cosine_moments_against_sampling():
+    q, g = (gaussians(n, 200, seed) for n, seed in ((3, 20), (4, 21)))
+    q, g = ((3 * mean, variance) for mean, variance in (q, g))
+    moments = similarity.cosine_moments(q, g)
+    random = torch.Generator().manual_seed(0)
+    draws = [
+        torch.nn.functional.normalize(x[0] + x[1].sqrt() * torch.randn(4_000, *x[0].shape, generator=random), dim=2)
+        for x in (q, g)
+    ]
+    cosines = draws[0] @ draws[1].transpose(1, 2)
+    torch.testing.assert_close(cosines.mean(0).to(moments.mean), moments.mean, rtol=0, atol=5e-3)
+    torch.testing.assert_close(cosines.var(0).to(moments.variance), moments.variance, rtol=0.1, atol=0)
+
+
+def test_cosine_moments_without_variance_are_cosines():
+    q, g = ((mean, torch.full_like(mean, 1e-14)) for mean, _ in (gaussians(3, 8, 22), gaussians(4, 8, 23)))
+    moments = similarity.cosine_moments(q, g)
+    torch.testing.assert_close(moments.mean, similarity.cosine(q, g))
+    assert 0 < float(moments.variance.max()) < 1e-12
+    with pytest.raises(InputError, match="expected distributions"):
+        similarity.cosine_moments(q[0], g)

@@ -34,6 +34,7 @@ ADAPTERS: Registry[Adapter] = Registry(
         "failure_head": "grove_adapters.adapters.failure_head:FailureHead",
         "ensemble": "grove_adapters.adapters.ensemble:Ensemble",
         "grove": "grove_adapters.adapters.grove:GroVE",
+        "laplace": "grove_adapters.adapters.laplace:Laplace",
         "power_spherical": "grove_adapters.adapters.vmf:PowerSpherical",
         "probvlm": "grove_adapters.adapters.probvlm:ProbVLM",
         "pcme": "grove_adapters.adapters.pcme:PCME",
