@@ -54,9 +54,10 @@ class DensityRatio(Adapter):
     log n to all digits; for the others it is the negated measure.
 
     The mean is the frozen embedding. The variance is that of the other modality's embedding given the item, Var_q(t) in
-    every dimension, whatever the measure. It says what an item could go with, not how far its embedding is off, so
-    searches are best ranked by the backbone: on COCO pairs and OpenAI's ViT-B/16, ranking by the expected distance of
-    these distributions takes R@1 from .75 to .40.
+    every dimension, over the logit scale, whatever the measure. It says what an item could go with, not how far its
+    embedding is off. Undivided, it would outweigh the differences between cosines in a search: with OpenAI's ViT-B/32
+    on half of ImageNet's classes, ranking photos by the expected distance takes R@1 from .77 to .29. Over the scale it
+    lowers a logit by half its sum, no more than half the variance of the corpus, and R@1 stays.
 
     Source: "CLIP-like Model as a Foundational Density Ratio Estimator" (Uchiyama et al.), Eqs. 8–15 and the definitions
     of D_W and D_C. Deliberate differences: D_KL is log n − H(q), where the printed Eq. 10 has the logits inside its
@@ -127,7 +128,7 @@ class DensityRatio(Adapter):
         at_centre = scale * (other @ centre)
         variances, uncertainties = [], []
         for part, logits in _logits(unit, other, scale):
-            variances.append(_conditional_variance(logits, other))
+            variances.append(_conditional_variance(logits, other) / scale)
             uncertainties.append(self._uncertainty(logits, logits - at_centre, scale * (part - centre)))
         return {"mean": batch.values, "variance": torch.cat(variances), "uncertainty": torch.cat(uncertainties)}
 

@@ -10,6 +10,7 @@ from grove_adapters.adapters.density_ratio import DensityRatio, entropies, rever
 from grove_adapters.datasets import synthetic
 from grove_adapters.embeddings import Embeddings, Pairs, Source
 from grove_adapters.errors import ConfigError, InputError
+from grove_adapters.tasks import retrieve
 
 PAIRS = synthetic.make_pairs(120, dim=16).pairs
 RANDOM = np.random.default_rng(0)
@@ -84,7 +85,19 @@ def test_variance_is_that_of_the_other_modality_given_the_item():
     q = special.softmax(20 * PAIRS.images.values @ texts.T, axis=1)
     expected = q @ texts**2 - (q @ texts) ** 2
     posterior = DensityRatio().fit(PAIRS).predict(PAIRS.images)
-    np.testing.assert_allclose(posterior.variance, np.maximum(expected, 1e-6 / 16), rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(posterior.variance, np.maximum(expected, 1e-6 / 16) / 20, rtol=1e-3, atol=1e-7)
+
+
+def test_ranking_by_the_posterior_is_about_as_good_as_by_the_backbone():
+    pairs = synthetic.make_pairs(400, dim=16).pairs
+    adapter = DensityRatio().fit(pairs)
+    images, texts = adapter.predict(pairs.images), adapter.predict(pairs.texts)
+    for direction in ("i2t", "t2i"):
+        posterior, backbone = (
+            retrieve(images, texts, links=pairs.links, direction=direction, rank_by=by).correct.mean()
+            for by in ("posterior", "backbone")
+        )
+        assert posterior == pytest.approx(backbone, abs=0.02)
 
 
 def test_the_logit_scale_comes_from_the_source_or_the_setting():
