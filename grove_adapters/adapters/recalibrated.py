@@ -47,7 +47,8 @@ class Recalibrated(Adapter):
     seen: from its uncertainty, in deviations, to whether the frozen embedding nearest by cosine among the validation
     items of the other modality is a wrong one. The chance of that grows with the number of candidates, which the
     report names; read it as a probability for galleries of about that size. Everything else of the posterior is left
-    as it is.
+    as it is. It speaks of an item before anything is searched; what a search has found is mapped to a probability by
+    `calibration.recalibrate`.
 
     Args:
         inner: An adapter, of which only the settings are taken, or its description; or the settings of a recalibrated
