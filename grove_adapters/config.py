@@ -8,9 +8,9 @@ import json
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from grove_adapters.errors import ConfigError
+from grove_adapters.errors import ConfigError, InputError
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -26,7 +26,12 @@ class Config:
     """Base of every configuration: frozen, keyword-only, checked against its annotations, written as JSON.
 
     Subclasses are declared with ``@dataclass(frozen=True, kw_only=True)`` and may extend `check`.
+
+    Attributes:
+        presets: Named settings to start from, beside ``"default"``.
     """
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -62,16 +67,21 @@ class Config:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Self:
-        """Build from a mapping.
+        """Build from a mapping, in which ``preset`` names the settings to start from.
 
         Raises:
             ConfigError: A name is unknown (the nearest valid one is offered) or a value does not fit.
+            InputError: No such preset.
         """
+        chosen = dict(settings)
+        preset, known = chosen.pop("preset", "default"), {"default": {}, **cls.presets}
+        if preset not in known:
+            raise InputError(f"preset has no option {preset!r};{nearest(preset, known)}")
         valid = [field.name for field in dataclasses.fields(cls)]
-        for name in settings:
+        for name in chosen:
             if name not in valid:
                 raise ConfigError(f"{cls.__name__} has no setting {name!r};{nearest(name, valid)}")
-        return cls(**settings)
+        return cls(**{**known[preset], **chosen})
 
     def to_json(self) -> str:
         """The settings as JSON text."""

@@ -1,13 +1,13 @@
 import dataclasses
 import json
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grove_adapters.config import Config, nearest
-from grove_adapters.errors import ConfigError
+from grove_adapters.errors import ConfigError, InputError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,3 +86,18 @@ def test_config_is_frozen():
 def test_nearest_lists_names_when_nothing_is_close():
     assert "did you mean" not in nearest("zzzz", ["alpha"])
     assert "alpha" in nearest("zzzz", ["alpha"])
+
+
+def test_presets_are_what_settings_start_from():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Published(Sample):
+        presets: ClassVar = {"paper": {"epochs": 200, "rate": 1e-8}}
+
+    paper = Published.from_dict({"preset": "paper", "rate": 1.0})
+    assert (paper.epochs, paper.rate) == (200, 1.0)
+    assert Published.from_dict({"preset": "default"}) == Published()
+    assert "preset" not in paper.to_dict()
+    with pytest.raises(InputError, match="preset has no option 'papr'; did you mean 'paper'"):
+        Published.from_dict({"preset": "papr"})
+    with pytest.raises(InputError, match="preset has no option 'paper'"):
+        Sample.from_dict({"preset": "paper"})

@@ -6,12 +6,12 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import numpy as np
 import torch
 
-from grove_adapters import _checks, seeding
+from grove_adapters import seeding
 from grove_adapters.adapters.base import FitRun
 from grove_adapters.config import Config
 from grove_adapters.embeddings import Pairs
@@ -28,7 +28,6 @@ class LoopConfig(Config):
     """Settings that every iterating adapter shares; ``preset="paper"`` beside them starts from the published ones.
 
     Attributes:
-        presets: Named settings to start from, beside ``"default"``.
         epochs: Passes over the links, at most.
         batch_size: Links in a minibatch.
         learning_rate: Of AdamW, for parameters without a rate of their own.
@@ -38,8 +37,6 @@ class LoopConfig(Config):
             0 trains on everything and keeps the last weights.
         patience: Epochs without improvement of the validation value before stopping.
     """
-
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     epochs: int = 100
     batch_size: int = 256
@@ -57,18 +54,6 @@ class LoopConfig(Config):
             self.require(getattr(self, name) > 0, name, "a number > 0")
         self.require(self.weight_decay >= 0, "weight_decay", "a number ≥ 0")
         self.require(0 <= self.validation_share < 1, "validation_share", "a share from 0 up to, not including, 1")
-
-    @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
-        """Build from a mapping, in which ``preset`` names the settings to start from.
-
-        Raises:
-            ConfigError: A name is unknown (the nearest valid one is offered) or a value does not fit.
-            InputError: No such preset.
-        """
-        chosen = dict(settings)
-        preset = _checks.choice(chosen.pop("preset", "default"), ("default", *cls.presets), what="preset")
-        return super().from_dict({**cls.presets.get(preset, {}), **chosen})
 
 
 def hold_out(pairs: Pairs, validation: Pairs | None, share: float, run: FitRun) -> tuple[Pairs, Pairs | None]:

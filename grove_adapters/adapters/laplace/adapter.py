@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -28,11 +28,11 @@ PSEUDO_DATA_COUNTS = tuple(10.0 ** (power / 2) for power in range(-8, 9))
 
 @dataclass(frozen=True, kw_only=True)
 class LaplaceConfig(Config):
-    """Settings of the Laplace adapter.
+    """Settings of the Laplace adapter; ``preset="paper"`` beside them starts from the published ones.
 
     Attributes:
         batch_size: Links at once; the items of the other modality among them are the candidates of the loss, as in the
-            model's training. The published setting is 32768.
+            model's training.
         pseudo_data_count: τ, how often every item counts: the fitted data stand for that many times as much. None
             chooses the τ under which held-out matches are the most probable, or takes 1 where none can be held out.
         prior_precision: λ of the Gaussian prior of both layers' weights; None maximises the evidence of each layer.
@@ -44,6 +44,8 @@ class LaplaceConfig(Config):
         logit_bias: b, which the sigmoid loss adds; None takes the source's, or 0.
         validation_share: Share of the images held out to choose τ by, where the caller gives none.
     """
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {"batch_size": 32_768, "damping": "factored"}}
 
     batch_size: int = 1024
     pseudo_data_count: float | None = None

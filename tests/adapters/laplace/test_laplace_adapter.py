@@ -174,6 +174,12 @@ def test_the_sigmoid_is_taken_where_the_source_has_a_bias():
     assert not torch.allclose(values[0], values[1])
 
 
+def test_the_published_settings_have_a_name():
+    config = Laplace(preset="paper", loss="sigmoid").config
+    assert (config.batch_size, config.damping, config.loss) == (32_768, "factored", "sigmoid")
+    Laplace(preset="paper").fit(random_pairs())
+
+
 def test_what_it_cannot_use_is_said_in_one_sentence():
     pairs = random_pairs()
     plain = dataclasses.replace(pairs.texts, features=None, projection=None)
