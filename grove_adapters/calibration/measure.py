@@ -15,16 +15,10 @@ import torch
 
 from grove_adapters import _checks
 from grove_adapters.calibration import bins, bootstrap
+from grove_adapters.calibration.blocks import Blocks
+from grove_adapters.calibration.confidences import confidence_bin
 from grove_adapters.calibration.report import CalibrationReport, Levels, Reliability, RiskCoverage, Score
-from grove_adapters.calibration.scores import (
-    RANKINGS,
-    SCORES,
-    Blocks,
-    Null,
-    Queries,
-    confidence_bin,
-    rank_correlations,
-)
+from grove_adapters.calibration.scores import RANKINGS, SCORES, Null, Queries, rank_correlations
 from grove_adapters.errors import InputError, InputTypeError
 from grove_adapters.tasks.base import TaskResult
 

@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grove_adapters.calibration.bins import PROTOCOLS, equal_count
+from grove_adapters.calibration.bins import PROTOCOLS
+from grove_adapters.calibration.blocks import Blocks
+from grove_adapters.calibration.confidences import Confidences
 
 
 class Kind(NamedTuple):
@@ -120,91 +122,6 @@ LEVEL_SCORES_NEED = 3  # non-empty levels: a line through two points always fits
 CURVE_POINTS = 100  # of a risk-coverage curve
 
 
-class Blocks(NamedTuple):
-    """Queries sorted into blocks of one value each: `order` (Q,), `starts` (B,) in that order, `values` (B,)."""
-
-    order: np.ndarray
-    starts: np.ndarray
-    values: np.ndarray
-
-    @classmethod
-    def of(cls, values: np.ndarray) -> Blocks:
-        """Blocks of equal values, rising."""
-        order = np.argsort(values, kind="stable")
-        distinct, starts = np.unique(values[order], return_index=True)
-        return cls(order, starts, distinct)
-
-    def arranged(self, weights: np.ndarray) -> np.ndarray:
-        """(R, Q) weightings with their columns in `order`; not copied where they stand so already."""
-        return weights if np.array_equal(self.order, np.arange(len(self.order))) else weights[:, self.order]
-
-    @property
-    def all_single(self) -> bool:
-        """Whether no two values are equal."""
-        return len(self.starts) == len(self.order)
-
-    def sums(self, in_order: np.ndarray) -> np.ndarray:
-        """(R, B) sums over blocks of an (R, Q) array whose columns stand in `order`."""
-        return in_order if self.all_single else np.add.reduceat(in_order, self.starts, axis=1)
-
-    def spread(self, of_blocks: np.ndarray) -> np.ndarray:
-        """(…, Q) value of each query's block, back in the order of the queries."""
-        block = np.empty(len(self.order), dtype=np.int64)
-        block[self.order] = np.repeat(np.arange(len(self.starts)), np.diff(self.starts, append=len(self.order)))
-        return of_blocks[..., block]
-
-    def mid_ranks(self, weights: np.ndarray) -> np.ndarray:
-        """(R, Q) number of queries below each query plus half of those equal to it, itself included."""
-        counts = self.sums(weights[:, self.order])
-        return self.spread(counts.cumsum(1) - counts / 2)
-
-
-class Confidences:
-    """Confidences of Q queries made ready for scoring: every sum a score needs is one row of a sparse matrix."""
-
-    def __init__(self, confidence: np.ndarray, correct: np.ndarray, bins: int) -> None:
-        from scipy import sparse
-
-        rows = np.arange(len(correct))
-        width, mass = ((bin_of(confidence, bins), rows) for bin_of in (confidence_bin, equal_mass_bin))
-        gap = confidence - correct
-        certain = np.clip(confidence, np.finfo(float).eps, 1 - np.finfo(float).eps)
-        of_bins = [
-            sparse.coo_array((values, place), shape=(bins, len(correct)))
-            for place, values in (
-                (width, np.ones(len(gap))),
-                (width, gap),
-                (mass, np.ones(len(gap))),
-                (mass, gap),
-                (mass, np.square(gap)),
-            )
-        ]
-        log_loss = -correct * np.log(certain) - (1 - correct) * np.log1p(-certain)
-        of_all = sparse.coo_array(np.stack([correct, np.square(correct), np.square(gap), log_loss]))
-        self._bins = bins
-        self._rows = sparse.vstack([*of_bins, of_all], format="csc")
-
-    def scored(self, weights: np.ndarray, total: np.ndarray) -> dict[str, np.ndarray]:
-        """(R,) scores under (R, Q) weightings with (R,) totals."""
-        means = (self._rows @ np.ascontiguousarray(weights.T)).T / total[:, None]
-        share, gap, mass_share, mass_gap, mass_square = np.split(means[:, : 5 * self._bins], 5, axis=1)
-        correct, correct_square, brier, nll = means[:, 5 * self._bins :].T
-        in_bin = np.divide(gap, share, out=np.zeros(gap.shape), where=share > 0)
-        reliability = (gap * in_bin).sum(1)
-        spread = np.maximum(correct_square - correct**2, 0)
-        return {
-            "ece": np.abs(gap).sum(1),
-            "ece_equal_mass": np.abs(mass_gap).sum(1),
-            "ece_debiased": np.sqrt(np.maximum(_debiased(mass_share, mass_gap, mass_square, total[:, None]), 0)),
-            "mce": np.abs(in_bin).max(1),
-            "brier": brier,
-            "brier_reliability": reliability,
-            "brier_resolution": reliability + spread - brier,
-            "brier_uncertainty": spread,
-            "nll": nll,
-        }
-
-
 @dataclass(frozen=True, eq=False)
 class Queries:
     """Q queries made ready for scoring.
@@ -215,7 +132,7 @@ class Queries:
         by_error: The queries in blocks of equal error.
         confidences: Their confidences, or None.
         hits: (Q, number of k) columns of recall@k.
-        ranking: Names in `RANKINGS` → (Q,) their columns.
+        ranking: Names in `RANKINGS` → their columns: (Q,) where the mean is wanted, in blocks where the median is.
         levels: Number of levels.
         protocol: Name of the rule that makes them.
         coverages: Shares of the queries at which the accuracy is wanted.
@@ -227,7 +144,7 @@ class Queries:
     by_error: Blocks
     confidences: Confidences | None
     hits: np.ndarray
-    ranking: Mapping[str, np.ndarray]
+    ranking: Mapping[str, np.ndarray | Blocks]
     levels: int
     protocol: str
     coverages: tuple[float, ...]
@@ -256,7 +173,9 @@ class Queries:
             by_error=Blocks.of(1 - correct),
             confidences=None if confidence is None else Confidences(confidence, correct, confidence_bins),
             hits=np.stack(hits, 1) if hits else np.empty((len(correct), 0)),
-            ranking=ranking or {},
+            ranking={
+                name: Blocks.of(column) if RANKINGS[name].median else column for name, column in (ranking or {}).items()
+            },
             levels=levels,
             protocol=protocol,
             coverages=tuple(coverages),
@@ -318,8 +237,8 @@ class Queries:
 
     def _ranking(self, weights: np.ndarray, total: np.ndarray) -> np.ndarray:
         columns = [
-            _median(column, weights) if RANKINGS[name].median else weights @ column / total
-            for name, column in self.ranking.items()
+            column.medians(weights) if isinstance(column, Blocks) else weights @ column / total
+            for column in self.ranking.values()
         ]
         return np.stack(columns, 1) if columns else np.empty((len(weights), 0))
 
@@ -366,19 +285,6 @@ class Null:
             "auroc": _auroc(sums[:, -2], total, wrong),
             "aurc": sums[:, -1],
         }
-
-
-def confidence_bin(confidence: np.ndarray, bins: int) -> np.ndarray:
-    """(Q,) bin of equal width over [0, 1]: [low, high) but for the last, which holds confidence 1."""
-    return np.searchsorted(np.arange(1, bins) / bins, confidence, side="right")
-
-
-def equal_mass_bin(confidence: np.ndarray, bins: int) -> np.ndarray:
-    """(Q,) bin of as equal size as ties allow, 0 for the least confident queries."""
-    blocks = Blocks.of(confidence)
-    running = np.append(blocks.starts, len(confidence))[None].astype(np.float64)
-    _, stops = equal_count(blocks.values, running, bins)
-    return blocks.spread(np.searchsorted(stops[0], np.arange(len(blocks.values)), side="right"))
 
 
 def trend(counts: np.ndarray, errors: np.ndarray) -> dict[str, np.ndarray]:
@@ -459,14 +365,6 @@ def rank_correlations(x: Blocks, y: Blocks, weights: np.ndarray) -> np.ndarray:
     return np.divide(covariance, scale, out=np.full(len(weights), np.nan), where=scale > 0)
 
 
-def _debiased(share: np.ndarray, gap: np.ndarray, square: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """(R,) sums over bins of the squared gap without the variance of a mean of n gaps, which is unbiased."""
-    in_bin = np.divide(gap, share, out=np.zeros(gap.shape), where=share > 0)
-    others = share * total - 1
-    noise = np.divide(square - gap * in_bin, others, out=gap * in_bin, where=others > 0.5)
-    return (gap * in_bin - noise).sum(1)
-
-
 def _correlation(x: np.ndarray, y: np.ndarray, present: np.ndarray) -> np.ndarray:
     n = np.maximum(present.sum(1, keepdims=True), 1)
     x = np.where(present, x - (x * present).sum(1, keepdims=True) / n, 0)
@@ -479,18 +377,6 @@ def _auroc(wrong_mid_ranks: np.ndarray, total: np.ndarray, wrong: np.ndarray) ->
     pairs = wrong * (total - wrong)
     wins = wrong_mid_ranks - wrong**2 / 2  # pairs of two wrong queries win half of their comparisons
     return np.divide(wins, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0)
-
-
-def _median(column: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """(R,) medians of a column under R weightings of whole numbers."""
-    blocks = Blocks.of(column)
-    running = blocks.sums(blocks.arranged(weights)).cumsum(1)
-    total = running[:, -1]
-    below, above = (
-        np.array([np.searchsorted(row, place, side="right") for row, place in zip(running, places, strict=True)])
-        for places in ((total - 1) // 2, total // 2)
-    )
-    return (blocks.values[below] + blocks.values[above]) / 2
 
 
 def _aurc(counts: np.ndarray, errors: np.ndarray, running_counts: np.ndarray, running_errors: np.ndarray) -> np.ndarray:

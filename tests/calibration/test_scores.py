@@ -8,15 +8,9 @@ from sklearn.linear_model import LinearRegression
 from sklearn.metrics import brier_score_loss, log_loss, r2_score, roc_auc_score
 
 from grove_adapters.calibration import bins
-from grove_adapters.calibration.scores import (
-    SCORES,
-    Blocks,
-    Null,
-    Queries,
-    confidence_bin,
-    equal_mass_bin,
-    rank_correlations,
-)
+from grove_adapters.calibration.blocks import Blocks
+from grove_adapters.calibration.confidences import confidence_bin, equal_mass_bin
+from grove_adapters.calibration.scores import SCORES, Null, Queries, rank_correlations
 
 COVERAGES, RISKS = (0.1, 0.5, 0.8, 1.0), (0.01, 0.1, 0.29, 0.5, 1.0)
 
