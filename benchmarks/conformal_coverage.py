@@ -168,7 +168,7 @@ def main() -> None:
     arguments = parser.parse_args()
     root = Path(os.environ.get("GROVE_ADAPTERS_DATA", ROOT.parent / "shared" / "data"))
     if arguments.smoke:
-        pairs, arguments.splits, depth = make_pairs(200, dim=32).pairs, 20, 200
+        pairs, arguments.splits, depth = make_pairs(100, dim=32).pairs, 10, 100
     elif not (root / "imagenet7k").is_dir():
         print(f"skipped: {root} holds no imagenet7k; set GROVE_ADAPTERS_DATA")
         return
