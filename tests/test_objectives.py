@@ -1,6 +1,8 @@
+import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import mpmath
 import numpy as np
@@ -8,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from scipy.integrate import quad
-from scipy.special import expit
+from scipy.special import expit, softmax
 from torch.autograd import gradcheck
 from torch.distributions import Normal, kl_divergence
 
@@ -311,6 +314,102 @@ def test_samples_have_the_moments_asked_for():
     torch.testing.assert_close(samples.var(1).log(), log_variance, atol=0.03, rtol=0)
 
 
+# likelihoods and cross-entropies -------------------------------------------------------------------------------
+
+
+def residuals(*shape):
+    random = np.random.default_rng(0)
+    residual = torch.tensor(random.normal(size=shape))
+    scale, beta = (torch.tensor(random.uniform(low, high, shape)) for low, high in ((0.05, 2), (0.5, 8)))
+    return residual, scale, beta
+
+
+def test_nll_against_scipy():
+    residual, scale, shape = residuals(40)
+    expected = -stats.gennorm(shape.numpy(), 0, scale.numpy()).logpdf(residual.numpy())
+    np.testing.assert_allclose(objectives.generalized_gaussian_nll(residual, scale, shape), expected, rtol=1e-8)
+    at_zero = objectives.generalized_gaussian_nll(torch.zeros(40).double(), scale, shape)
+    np.testing.assert_allclose(at_zero, -stats.gennorm(shape.numpy(), 0, scale.numpy()).logpdf(0), rtol=1e-8)
+
+
+@pytest.mark.parametrize(("shape", "published"), [(1.0, 1.0), (2.0, 0.564), (4.0, 0.276), (0.7, 1.129)])
+def test_only_the_exact_density_has_mass_one(shape, published):
+    def mass(form):
+        def density(z):
+            arguments = (torch.tensor(x, dtype=torch.float64) for x in (z, 1.3, shape))
+            return math.exp(-float(objectives.generalized_gaussian_nll(*arguments, form=form)))
+
+        return 2 * quad(density, 0, 150, points=[0.01, 1, 10], limit=200)[0]
+
+    assert mass("exact") == pytest.approx(1, abs=1e-8)
+    assert mass("as_published") / 2 == pytest.approx(published, abs=2e-3)  # it leaves log 2 out
+
+
+def test_nll_gradcheck_and_a_residual_of_zero():
+    residual, scale, shape = (x.requires_grad_() for x in residuals(12))
+    for form in ("exact", "as_published"):
+        assert torch.autograd.gradcheck(
+            lambda *x, form=form: objectives.generalized_gaussian_nll(*x, form=form), (residual, scale, shape)
+        )
+    zero = torch.zeros(3, requires_grad=True)
+    objectives.generalized_gaussian_nll(zero, torch.ones(3), torch.tensor([0.5, 1.0, 2.0])).sum().backward()
+    assert zero.grad.tolist() == [0, 0, 0]
+
+
+def test_nll_in_float32():
+    parts = residuals(200)
+    single = objectives.generalized_gaussian_nll(*(x.float() for x in parts))
+    exact = objectives.generalized_gaussian_nll(*parts)
+    torch.testing.assert_close(single.double(), exact, rtol=1e-4, atol=1e-5)
+    halves = [x.bfloat16() for x in parts]
+    wide = objectives.generalized_gaussian_nll(*(x.double() for x in halves))
+    torch.testing.assert_close(objectives.generalized_gaussian_nll(*halves).double(), wide, rtol=1e-4, atol=1e-5)
+
+
+def cross_entropy(logits, labels=None):
+    """The loss of a given matrix of logits, of which the rows are cut."""
+    columns = torch.arange(logits.shape[1])
+    return objectives.symmetric_cross_entropy([logits], [columns], lambda rows, j: rows[:, j], labels=labels)
+
+
+@pytest.mark.parametrize("block", [1 << 22, 20, 1])
+def test_the_symmetric_cross_entropy_is_torchs_where_each_item_has_one_answer(monkeypatch, block):
+    monkeypatch.setattr(objectives, "BLOCK", block)
+    logits = torch.randn(7, 7, generator=seeding.generator(0), dtype=torch.float64, requires_grad=True)
+    target = torch.arange(7)
+    expected = sum(torch.nn.functional.cross_entropy(x, target) for x in (logits, logits.T)) / 2
+    torch.testing.assert_close(cross_entropy(logits), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("block", [1 << 22, 1])
+def test_several_right_answers_share_their_probability(monkeypatch, block):
+    monkeypatch.setattr(objectives, "BLOCK", block)
+    logits = torch.randn(4, 5, generator=seeding.generator(0), dtype=torch.float64)
+    labels = torch.eye(4, 5, dtype=torch.bool)
+    labels[0, 3] = labels[2, 4] = True
+    chance = [softmax(logits.numpy(), axis=axis) for axis in (1, 0)]
+    rows, columns = (-np.log((x * labels.numpy()).sum(axis)).mean() for axis, x in zip((1, 0), chance, strict=True))
+    close(cross_entropy(logits, labels), (rows + columns) / 2)
+    close(cross_entropy(logits, torch.ones(4, 5).bool()), 0.0)
+    with pytest.raises(InputError, match=r"labels of shape \(4, 5\)"):
+        cross_entropy(logits, labels.T)
+
+
+@pytest.mark.parametrize("block", [1 << 22, 1])
+def test_gradients_of_the_symmetric_cross_entropy(monkeypatch, block):
+    monkeypatch.setattr(objectives, "BLOCK", block)
+    one, other = (x.requires_grad_() for x in (gaussian(4, seed=1)[0], gaussian(4, seed=2)[0]))
+    scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    labels = torch.eye(4, dtype=torch.bool)
+    labels[0, 3] = True
+
+    def loss(one, other, scale):
+        logits = lambda x, y, a: a * x @ y.T  # noqa: E731
+        return objectives.symmetric_cross_entropy([one], [other], logits, shared=[scale], labels=labels)
+
+    assert gradcheck(loss, (one, other, scale))
+
+
 # all of them -----------------------------------------------------------------------------------------------------
 
 
@@ -321,6 +420,9 @@ def every_objective(one, other):
         yield objectives.inclusion_loss(one, other, log_epsilon=-2.0, form=form)
     yield objectives.inclusion_loss(one, other)
     yield objectives.bottleneck(one)
+    for form in ("exact", "as_published"):
+        yield objectives.generalized_gaussian_nll(one[0], one[1].abs(), other[1].abs(), form=form).mean()
+    yield objectives.symmetric_cross_entropy([one[0]], [other[0]], lambda x, y: 20 * x @ y.T)
 
 
 @pytest.mark.parametrize("block", [1 << 22, 14])
@@ -394,24 +496,14 @@ def test_shapes_that_do_not_fit_are_refused_in_words():
         objectives.soft_contrastive(one[0], other[0], scale=1.0, shift=0.0)
 
 
+MEMORY = Path(__file__).parents[1] / "benchmarks" / "objectives_memory.py"
+MEASURED = ["mutual_likelihood_loss", "csd_matching", "csd_matching, labelled and weighted"]
+MEASURED += ["csd_matching, pseudo-positives", "sigmoid_pairwise", "soft_contrastive, 8 draws", "inclusion_loss"]
+MEASURED += ["bottleneck", "generalized_gaussian_nll", "symmetric_cross_entropy"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["csd", "pseudo", "sigmoid", "mutual", "inclusion"])
-def test_a_batch_of_16384_by_512_fits_in_2_gib(kind):
-    code = f"""
-import resource, torch
-from grove_adapters import objectives as o
-x = [torch.randn(16384, 512).div(22).requires_grad_() for _ in range(4)]
-one, other = (x[0], x[1] - 6), (x[2], x[3] - 6)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-loss = {{
-    "csd": lambda: o.csd_matching(one, other, scale=5.0, shift=5.0),
-    "pseudo": lambda: o.csd_matching(one, other, scale=5.0, shift=5.0, pseudo_positives=True),
-    "sigmoid": lambda: o.sigmoid_pairwise(one, other, scale=10.0, shift=-10.0),
-    "mutual": lambda: o.mutual_likelihood_loss(one, other),
-    "inclusion": lambda: o.inclusion_loss(one, other),
-}}["{kind}"]()
-loss.backward()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 2048
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_batch_of_16384_by_512_fits_in_2_gib(name):
+    done = subprocess.run([sys.executable, MEMORY, "--only", name], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["own_mib"] < 2048

@@ -15,6 +15,7 @@ from grove_adapters.adapters.base import Adapter, Batch, FitRun
 from grove_adapters.adapters.loop import LoopConfig, Terms, hold_out, minimise
 from grove_adapters.embeddings import MODALITIES, Pairs
 from grove_adapters.heads import mlp
+from grove_adapters.objectives import generalized_gaussian_nll
 from grove_adapters.posterior import GeneralizedGaussianEmbedding
 
 SMALLEST_SHAPE, LARGEST_SHAPE = 0.5, 8.0
@@ -22,8 +23,6 @@ GAUSSIAN = math.log((2 - SMALLEST_SHAPE) / (LARGEST_SHAPE - 2))  # the logit at 
 SMALLEST_SCALE = 1e-3  # of α, relative to the standard deviation of a coordinate
 SAMPLE = 4096  # links that decide constants of the networks
 CHUNK = 1024  # held-out links looked at together
-
-Form = Literal["exact", "as_published"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,7 @@ class ProbVLMConfig(LoopConfig):
         nll_weight: T₂ of the negative log likelihood.
         cross_weight: λ of both for the embedding of the *other* modality. The published 1e-4 leaves its part too small
             to be felt; at 1 the distribution of an item also has to reach what it is linked with.
-        nll: ``"exact"``, or ``"as_published"``; see `generalized_gaussian_nll`.
+        nll: ``"exact"``, or ``"as_published"``; see `objectives.generalized_gaussian_nll`.
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -61,7 +60,7 @@ class ProbVLMConfig(LoopConfig):
     l1_weight: float = 1.0
     nll_weight: float = 0.05
     cross_weight: float = 1.0
-    nll: Form = "exact"
+    nll: Literal["exact", "as_published"] = "exact"
 
     def check(self) -> None:
         """Refuse settings out of range."""
@@ -210,32 +209,6 @@ class ResidualNetwork(torch.nn.Module):
         """Centre inputs at the mean of a (B, D) sample and scale them to a variance of 1, averaged over dimensions."""
         self.centre.copy_(values.mean(0))
         self.spread.fill_(float(values.var(0, correction=0).mean().sqrt()) or 1.0)
-
-
-def generalized_gaussian_nll(
-    residual: torch.Tensor, scale: torch.Tensor, shape: torch.Tensor, *, form: Form = "exact"
-) -> torch.Tensor:
-    """(…) negative log densities in nats, element by element: (|r|/α)^β − log β + log 2α + log Γ(1/β).
-
-    Args:
-        residual: r = z − μ.
-        scale: α > 0.
-        shape: β > 0.
-        form: ``"exact"``; or ``"as_published"``, which multiplies by β where the density raises to it, cuts that
-            product off at 1e-4 and 1e3 and leaves log 2 out. What it is the logarithm of has mass 2 at β = 1, 1.13 at
-            β = 2.
-
-    Source: the likelihood of ProbVLM (Upadhyay et al. 2023) and its public code.
-    """
-    dtype = torch.promote_types(residual.dtype, torch.float32)  # half precision has no digits for lgamma
-    residual, scale, shape = residual.to(dtype), scale.to(dtype), shape.to(dtype)
-    relative = residual.abs() / scale
-    constant = scale.log() - shape.log() + torch.lgamma(1 / shape)
-    if form == "as_published":
-        return (relative * shape).clamp(1e-4, 1e3) + constant
-    zero = relative == 0  # there the derivative of a power below 1 is infinite
-    power = relative.masked_fill(zero, 1.0).pow(shape).masked_fill(zero, 0.0)
-    return power + constant + math.log(2)
 
 
 def _variance(values: Any) -> torch.Tensor:

@@ -17,6 +17,7 @@ from grove_adapters.adapters.variance_heads import LinkBatch, Links
 from grove_adapters.embeddings import MODALITIES, Modality, Pairs
 from grove_adapters.errors import InputError
 from grove_adapters.heads import bounded, mlp
+from grove_adapters.objectives import symmetric_cross_entropy
 from grove_adapters.posterior import DirectionalEmbedding, PowerSphericalEmbedding, VonMisesFisherEmbedding
 
 LOWEST, HIGHEST = math.log(1e-2), math.log(1e5)  # log concentrations
@@ -118,15 +119,24 @@ class Directional(Adapter):
 
     def _terms(self, module: torch.nn.ModuleDict, batch: LinkBatch) -> Terms:
         law, values = self.posterior_class.law, {"image": batch.image, "text": batch.text}
+
+        def logits(points: torch.Tensor, *items: torch.Tensor) -> torch.Tensor:
+            direction, concentration, normaliser, log_temperature = items
+            cosine = (points @ direction.T).clamp(-1, 1)
+            return log_temperature.exp() * (law.log_kernel(cosine, concentration) + normaliser)
+
         terms: Terms = {}
         for side, head in module.items():
             assert isinstance(head, Head)
             direction, concentration = head(values[side])
-            other = normalize(values[_other(side)], dim=1)
-            likelihood = law.log_kernel((other @ direction.T).clamp(-1, 1), concentration)
-            likelihood = likelihood + law.log_normaliser(concentration, direction.shape[1])
-            labels = batch.labels if side == "text" else batch.labels.T  # rows are the other modality
-            terms[side] = symmetric_cross_entropy(head.log_temperature.exp() * likelihood, labels)
+            normaliser = law.log_normaliser(concentration, direction.shape[1])
+            terms[side] = symmetric_cross_entropy(
+                [normalize(values[_other(side)], dim=1)],
+                [direction, concentration, normaliser],
+                logits,
+                shared=[head.log_temperature],
+                labels=batch.labels if side == "text" else batch.labels.T,  # rows are the other modality
+            )
         return {"loss": torch.stack(list(terms.values())).sum(), **terms}
 
     def _build(self, dim: int, facts: Mapping[str, Any]) -> torch.nn.ModuleDict:
@@ -190,18 +200,6 @@ class Head(torch.nn.Module):
         """Centre inputs at the mean of a (B, D) sample and scale them to a variance of 1, averaged over dimensions."""
         self.centre.copy_(values.mean(0))
         self.spread.fill_(float(values.var(0, correction=0).mean().sqrt()) or 1.0)
-
-
-def symmetric_cross_entropy(logits: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
-    """Mean of −log Σ_{right answers} softmax over rows, averaged with the same over columns, in nats.
-
-    Args:
-        logits: (B, B).
-        true: (B, B) whether a column is a right answer to a row; every row and column has one.
-    """
-    right = logits.masked_fill(~true, -math.inf)
-    ways = [(logits.logsumexp(axis) - right.logsumexp(axis)).mean() for axis in (0, 1)]
-    return (ways[0] + ways[1]) / 2
 
 
 def _other(modality: str) -> Modality:

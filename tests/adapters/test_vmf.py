@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from grove_adapters.adapters.vmf import Head, PowerSpherical, VonMisesFisher, symmetric_cross_entropy
+from grove_adapters.adapters.vmf import Head, PowerSpherical, VonMisesFisher
 from grove_adapters.datasets import synthetic
 from grove_adapters.embeddings import Embeddings, Pairs
 from grove_adapters.errors import ConfigError, InputError
@@ -19,23 +19,6 @@ BOTH = pytest.mark.parametrize("kind", [VonMisesFisher, PowerSpherical])
 def pairs_of(images, texts):
     rows = np.repeat(np.arange(len(images))[:, None], 2, 1)
     return Pairs(Embeddings(images, modality="image"), Embeddings(texts, modality="text"), rows)
-
-
-def test_cross_entropy_is_torchs_where_each_row_has_one_answer():
-    logits = torch.tensor(RANDOM.normal(size=(7, 7)), requires_grad=True)
-    target = torch.arange(7)
-    expected = (
-        torch.nn.functional.cross_entropy(logits, target) + torch.nn.functional.cross_entropy(logits.T, target)
-    ) / 2
-    true = torch.eye(7, dtype=torch.bool)
-    torch.testing.assert_close(symmetric_cross_entropy(logits, true), expected, rtol=1e-12, atol=0)
-    true[0, 3] = true[3, 0] = True
-    assert torch.autograd.gradcheck(lambda x: symmetric_cross_entropy(x, true), logits)
-
-
-def test_answers_that_are_all_right_cost_nothing():
-    logits = torch.tensor(RANDOM.normal(size=(4, 4)))
-    assert float(symmetric_cross_entropy(logits, torch.ones(4, 4, dtype=torch.bool))) == pytest.approx(0, abs=1e-12)
 
 
 @BOTH
