@@ -145,14 +145,12 @@ class KroneckerPosterior(torch.nn.Module):
         P weights that the data determine.
         """
         high = math.log(self.n_parameters / max(float(self.square_norm), 1e-30))
-        low = high - SPAN
+        low, curvatures, norm = high - SPAN, self.curvatures(), float(self.square_norm)
         for _ in range(STEPS):
             middle = (low + high) / 2
-            self.prior_precision.fill_(math.exp(middle))
-            if self.effective_parameters() > self.prior_precision * self.square_norm:
-                low = middle
-            else:
-                high = middle
+            effective = (curvatures / (curvatures + math.exp(middle))).sum()
+            low, high = (middle, high) if float(effective) > math.exp(middle) * norm else (low, middle)
+        self.prior_precision.fill_(math.exp((low + high) / 2))
 
     def covariances(self, damping: Damping) -> torch.Tensor:
         """(F, D) variances of W in the eigenbases: 1 / (n τ α_i β_j + λ).

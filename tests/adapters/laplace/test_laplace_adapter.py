@@ -150,12 +150,23 @@ def test_the_pseudo_data_count_is_the_one_that_makes_held_out_matches_most_proba
     best = min(report.facts["surprise"], key=report.facts["surprise"].get)
     assert float(best) == report.facts["image"]["pseudo_data_count"] == report.facts["text"]["pseudo_data_count"]
     assert len(report.facts["surprise"]) == 17
+    assert not report.warnings
     held_out = synthetic.make_pairs(200, dim=12).pairs.take_images(np.arange(120, 200))
     given = Laplace().fit(WORLD.pairs, validation=held_out).fit_report_
     assert given.n_validation == 80
     assert given.facts["image"]["items"] == 120
     few = Laplace().fit(random_pairs(n=10)).fit_report_
     assert (few.n_validation, few.facts["image"]["pseudo_data_count"]) == (0, 1.0)
+
+
+def test_where_variances_do_not_help_to_predict_matches_the_report_says_so():
+    """Every match is the nearest, so the most certain posterior is the best."""
+    random = np.random.default_rng(0)
+    features = random.normal(size=(60, 8)).astype(np.float32)
+    pairs = pairs_of([features, features], [Projection(np.eye(8))] * 2, logit_scale=30.0)
+    report = Laplace().fit(pairs).fit_report_
+    assert report.facts["image"]["pseudo_data_count"] == 10_000
+    assert "variances do not help to predict matches" in report.warnings[0]
 
 
 def test_the_sigmoid_is_taken_where_the_source_has_a_bias():
