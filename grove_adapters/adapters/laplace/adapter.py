@@ -76,9 +76,10 @@ class Laplace(Adapter):
     Σ_i (φᵀ u_i)² / (n τ α_i β_j + λ); see `KroneckerPosterior`. Its direction g / ‖g‖ has the mean and the variance of
     `Outputs.unit_moments`; where the source is not normalised, the posterior is that of g.
 
-    All of the variance is epistemic: it is large for what is unlike the fitted data, not for what is ambiguous. A vague
-    but common caption is certain. Over rendered scenes and the bundled model, whose ambiguities are known, it even
-    ranks captions the other way round (Spearman −.9), and images too (−.5).
+    All of the variance is epistemic: what the fitted pairs leave open about the layer, seen at the length of g. That is
+    not ambiguity: over rendered scenes and the bundled model, it ranks captions against their known ambiguity (Spearman
+    −.9), and images too (−.5), as a vague caption is a common one. Nor is it strangeness as such: there, pictures of
+    noise have long vectors and count as certain. Measure on your own pairs whether it finds wrong matches.
 
     It reads features, so the store must have been built with them:
 
