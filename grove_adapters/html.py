@@ -91,6 +91,12 @@ class KnownTruth:
 COLUMNS = {
     "recall@1": ("R@1", "share of first answers that are true"),
     "recall@5": ("R@5", "share of queries with a true answer among the first five"),
+    "map_at_r": (
+        "mAP@R",
+        "mean precision over the first R answers, R being how many are true; 1 where those come first",
+    ),
+    "r_precision": ("R-P", "share of true answers among the first R"),
+    "median_rank": ("median rank", "of the first true answer: smaller is better"),
     "spearman": ("S", "Spearman between level and recall: −1 where recall falls from every level to the next"),
     "r2": ("R²", "how straight that fall is: of the line through the levels"),
     "neg_s_r2": ("−S·R²", "both in one number: 1 is best"),
@@ -198,7 +204,7 @@ def _table(rows: Sequence[Row], known: Sequence[KnownTruth]) -> str:
     headings = [*columns.values(), *([KNOWN[0]] if truths else [])]
     lines = []
     for label, report in rows:
-        scores = [_scores(report).get(name) for name in columns] + ([truths.get(label)] if truths else [])
+        scores = [report.named().get(name) for name in columns] + ([truths.get(label)] if truths else [])
         cells = "".join(_cell(heading, score) for heading, score in zip(headings, scores, strict=True))
         lines.append(f'<tr><th scope="row">{escape(label)}</th>{cells}</tr>')
     head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
@@ -215,13 +221,9 @@ def direction_title(report: CalibrationReport) -> str:
     return plots.DIRECTIONS.get(report.direction, report.direction or report.task).capitalize()
 
 
-def _scores(report: CalibrationReport) -> dict[str, Score]:
-    return {**{f"recall@{k}": score for k, score in report.recall_at.items()}, **report.scores}
-
-
 def _defined(reports: Sequence[CalibrationReport]) -> set[str]:
     """Scores that have a value in one report at least; the others are worth no column."""
-    scores = [item for report in reports for item in _scores(report).items()]
+    scores = [item for report in reports for item in report.named().items()]
     return {name for name, score in scores if not math.isnan(score.value)}
 
 
@@ -405,10 +407,7 @@ def _how_to_read(reports: Sequence[CalibrationReport], known: bool) -> str:
     present = _defined(reports)
     entries = [meaning for name, meaning in COLUMNS.items() if name in present] + ([KNOWN] if known else [])
     first = reports[0]
-    levels = (
-        f"Queries are sorted by uncertainty and cut into {len(first.levels)} levels "
-        f"({first.protocol.replace('_', ' ')}); recall is counted in each."
-    )
+    levels = f"Queries are sorted by uncertainty and put into {first.levels_in_words}; recall is counted in each."
     apart = (
         "<p>To be ambiguous is not to be wrong: where many answers are true, a vague query is easy. So ρ known, which "
         "asks whether ambiguity is seen, and AUROC, which asks whether errors are, can disagree.</p>\n"

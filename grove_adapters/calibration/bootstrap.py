@@ -11,7 +11,7 @@ import numpy as np
 
 from grove_adapters import seeding
 
-BLOCK = 1 << 18  # entries of one block of resamples: 2 MiB of float64, which stays inside the cache
+BLOCK = 1 << 17  # entries of one block of resamples: 1 MiB of float64, so that what one needs stays inside the cache
 
 
 def group_codes(groups: np.ndarray | None, n: int) -> np.ndarray:

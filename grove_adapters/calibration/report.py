@@ -166,6 +166,13 @@ class CalibrationReport:
         """Name of the adapter that made the queries' posterior; ``""`` where unknown."""
         return str(self.provenance.get("query_maker", {}).get("adapter", ""))
 
+    @property
+    def levels_in_words(self) -> str:
+        """How the levels were made, such as ``"10 levels (equal count) of 50 queries"``."""
+        low, high = int(self.levels.count.min()), int(self.levels.count.max())
+        size = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+        return f"{len(self.levels)} levels ({self.protocol.replace('_', ' ')}) of {size} queries"
+
     def row(self) -> dict[str, Any]:
         """The report as one flat table row: each score as ``name``, ``name_low``, ``name_high`` (and ``name_p``).
 

@@ -61,6 +61,12 @@ def test_row_is_flat():
     assert all(isinstance(value, str | int | float) for value in row.values())
 
 
+def test_levels_say_how_they_were_made():
+    assert report().levels_in_words == "10 levels (equal count) of 2 to 3 queries"
+    assert report(20, levels=5).levels_in_words == "5 levels (equal count) of 4 queries"
+    assert report(protocol="cumulative_width").levels_in_words == "10 levels (cumulative width) of 1 to 25 queries"
+
+
 def test_score_reads_like_a_table_cell():
     assert str(Score(0.5, 0.25, 0.75)) == "0.500 [0.250, 0.750]"
     assert str(Score(0.5)) == "0.500"
