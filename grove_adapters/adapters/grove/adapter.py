@@ -202,7 +202,8 @@ class GroVE(Adapter):
         if validation is None:
             return
         rows = _held_out_rows(validation, run)
-        links, frozen = validation.links[rows.numpy()], LinkedRows(validation, run.device).fetch(rows)
+        frozen = LinkedRows(validation, run.device).fetch(rows)
+        linked, true = (matching(validation, rows.numpy(), positives=also).to(run.device) for also in (False, True))
         own, other, expected = {}, {}, {}
         for modality, values in frozen.items():
             posterior = self._located(decoders, modality, values)
@@ -210,20 +211,19 @@ class GroVE(Adapter):
             other[modality] = _decoded(decoders.gps[OTHER[modality]], posterior.mode)[0]
             expected[modality] = decoders.expected_mismatch(modality, posterior.mode, standardised=True)
         decoders.searches.clear()
-        decoders.share.fill_(decoding_share(frozen, own, links))
-        matches = matching(links).to(run.device)
+        decoders.share.fill_(decoding_share(frozen, own, linked))
         for place, modality in enumerate(MODALITIES):
             partner = OTHER[modality]
             z, truth = frozen[modality], {partner: frozen[partner]}
             moved = z + other[modality] - own[modality]
-            first = decoding_share({modality: z, **truth}, {modality: moved, **truth}, links)
+            first = decoding_share({modality: z, **truth}, {modality: moved, **truth}, linked)
             moved = torch.lerp(z, moved, first)
-            second = decoding_share({modality: moved, **truth}, {modality: other[modality], **truth}, links)
+            second = decoding_share({modality: moved, **truth}, {modality: other[modality], **truth}, linked)
             decoders.cross_shares[place] = torch.tensor([first, second])
             square = torch.cdist(torch.lerp(moved, other[modality], second), frozen[partner]).square()
             scale = validation.images.source.logit_scale
             start = 1 / scale if scale else float(square.diagonal().mean()) / z.shape[1]
-            noise = cross_noise(square, expected[modality], matches, start)
+            noise = cross_noise(square, expected[modality], true if modality == "image" else true.T, start)
             decoders.cross_noise[place] = torch.tensor(noise)
 
     def _facts(self) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from grove_adapters.embeddings import MODALITIES
+from grove_adapters.embeddings import MODALITIES, Pairs, match_matrix
 
 SHARES = tuple(step / 20 for step in range(21))
 SCALES = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0)  # inverse temperatures, for distances whose mean square is 1
 
 
-def decoding_share(start: Mapping[str, torch.Tensor], end: Mapping[str, torch.Tensor], links: np.ndarray) -> float:
+def decoding_share(start: Mapping[str, torch.Tensor], end: Mapping[str, torch.Tensor], matches: torch.Tensor) -> float:
     """The share w of start + w (end − start) with which held-out links find each other best.
 
     The loss is the cross-entropy of the match distribution over the given links in both directions, a softmax of
@@ -25,12 +25,12 @@ def decoding_share(start: Mapping[str, torch.Tensor], end: Mapping[str, torch.Te
     Args:
         start: (R, D) one end of the way, by modality, for both items of R links.
         end: (R, D) the other end, made of each item alone.
-        links: (R, 2) rows; links that share an image or a text count as matches of each other.
+        matches: (R, R) whether the image of one link and the text of another are linked. Further positives do not help
+            here: a vague caption, true of many images, would pay for a start that tells them apart.
 
     Returns:
         w in [0, 1].
     """
-    matches = matching(links).to(start["image"].device)
     losses = []
     for share in SHARES:
         image, text = (torch.lerp(start[name], end[name], share).double() for name in MODALITIES)
@@ -40,14 +40,15 @@ def decoding_share(start: Mapping[str, torch.Tensor], end: Mapping[str, torch.Te
         losses.append(min(each, key=lambda loss: float(loss.mean())))
     values = torch.stack(losses)
     excess = values - values[values.mean(1).argmin()]
-    error = excess.std(1) / len(links) ** 0.5 if len(links) > 1 else torch.full_like(excess[:, 0], torch.inf)
+    error = excess.std(1) / len(matches) ** 0.5 if len(matches) > 1 else torch.full_like(excess[:, 0], torch.inf)
     return SHARES[int((excess.mean(1) <= error).nonzero()[0])]
 
 
-def matching(links: np.ndarray) -> torch.Tensor:
-    """(R, R) whether two links share an image or a text."""
-    rows = torch.as_tensor(links)
-    return (rows[:, None] == rows).any(2)
+def matching(pairs: Pairs, rows: np.ndarray, *, positives: bool) -> torch.Tensor:
+    """(R, R) whether the image of one of the given links matches the text of another, by links or by positives too."""
+    chosen = pairs.links[rows]
+    table = match_matrix(len(pairs.images), len(pairs.texts), pairs.links, pairs.positives if positives else None)
+    return torch.as_tensor(table[chosen[:, 0]][:, chosen[:, 1]].toarray())
 
 
 WIDTHS = tuple(step * math.log(2) / 4 for step in range(-16, 17))  # log of a cross prediction's variance / its start

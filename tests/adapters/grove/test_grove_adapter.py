@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import numpy as np
@@ -8,7 +9,7 @@ from scipy.stats import spearmanr
 from grove_adapters import seeding
 from grove_adapters.adapters import create_adapter, load_adapter
 from grove_adapters.adapters.grove import GroVE, GroVEConfig
-from grove_adapters.adapters.grove.backbone import cross_noise, decoding_share
+from grove_adapters.adapters.grove.backbone import cross_noise, decoding_share, matching
 from grove_adapters.adapters.grove.data import LinkedRows
 from grove_adapters.adapters.grove.initialise import inducing_inputs, start
 from grove_adapters.adapters.grove.model import Objective
@@ -113,12 +114,25 @@ def test_decoding_share_is_what_helps_held_out_links_to_match():
     random = np.random.default_rng(0)
     shared = torch.from_numpy(random.normal(size=(60, 16)))
     noisy = {name: shared + torch.from_numpy(random.normal(size=(60, 16))) for name in ("image", "text")}
-    links = np.repeat(np.arange(60)[:, None], 2, 1)
+    matches = torch.eye(60, dtype=torch.bool)
     clean = dict.fromkeys(noisy, shared)
     useless = {name: torch.zeros_like(shared) + 1 for name in noisy}
-    assert decoding_share(noisy, clean, links) > 0.1
-    assert decoding_share(noisy, useless, links) == 0
-    assert decoding_share({name: z[:1] for name, z in noisy.items()}, clean, links[:1]) == 0
+    assert decoding_share(noisy, clean, matches) > 0.1
+    assert decoding_share(noisy, useless, matches) == 0
+    assert decoding_share({name: z[:1] for name, z in noisy.items()}, clean, matches[:1, :1]) == 0
+
+
+def test_held_out_links_match_by_positives_too(world):
+    pairs = dataclasses.replace(world.pairs, positives=np.array([[0, 3], [5, 0]]))
+    found = matching(pairs, np.array([0, 3, 5]), positives=True)
+    expected = torch.eye(3, dtype=torch.bool)
+    links = pairs.links[[0, 3, 5]]
+    for image, text in pairs.positives:
+        expected[np.ix_(links[:, 0] == image, links[:, 1] == text)] = True
+    assert torch.equal(found, expected)
+    assert int(found.sum()) == 5
+    linked = matching(pairs, np.array([0, 3, 5]), positives=False)
+    assert torch.equal(linked, torch.eye(3, dtype=torch.bool))
 
 
 def test_cross_prediction_is_a_gaussian_where_held_out_partners_are():
