@@ -74,7 +74,8 @@ class SymmetricKL(Divergence):
         """(B,) divergences."""
         (mean_a, variance_a), (mean_b, variance_b) = a, b
         ratio = variance_a / variance_b
-        mahalanobis = (mean_a - mean_b).square() * (1 / variance_a + 1 / variance_b)
+        precision, square = 1 / variance_a + 1 / variance_b, (mean_a - mean_b).square()
+        mahalanobis = square.sum(1, keepdim=True) * precision if precision.shape[1] == 1 else square * precision
         return 0.25 * (_summed(ratio + 1 / ratio - 2, mean_a.shape[1]) + mahalanobis.sum(1))
 
     def stiffness(self, image: Marginal, text: Marginal) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
