@@ -194,7 +194,7 @@ def data_folder() -> Path:
 def adapter_of(arm: Arm, smoke: bool) -> Adapter:
     """An unfitted adapter of an arm."""
     least = {"epochs": 2, "n_inducing": 20} if smoke else {}
-    return create_adapter("grove", **{**BASE, **arm.settings, **least})
+    return create_adapter("grove", **{**BASE, **least, **arm.settings})
 
 
 def measure(arm: Arm, data: Data, arguments: argparse.Namespace) -> dict[str, Any]:
