@@ -2,10 +2,11 @@
 
 Real CLIP embeddings: 500 COCO pairs (ViT-B/16), 1,126 product photos with descriptions (FashionCLIP), 7,000 ImageNet
 photos with the texts of their 1,000 classes (ViT-B/32), and, as a control, the COCO pairs through an untrained CLIP.
-Pairs are split into two halves by image. Every map is fitted on the queries of one half and judged on those of the
-other, in both roles, so that each query is judged once by a map that has never seen it; a half is also the gallery of
-its queries. Scores are those of both halves together, with bootstrap intervals for the first split, and their mean and
-range over three splits. Matches are ranked by cosine at a logit scale of 100.
+Pairs are split into two halves by image, and by class where the texts of classes ask. Every map is fitted on the
+queries of one half and judged on those of the other, in both roles, so that each query is judged once by a map that has
+never seen it; a half is also the gallery of its queries. Scores are those of both halves together, with bootstrap
+intervals for the first split, and their mean and range over three splits. Matches are ranked by cosine at a logit scale
+of 100.
 
 A confidence that is exactly right has no expected calibration error of 0 but one that grows with few queries in many
 bins: the column "floor" is its mean where correctness is drawn from the confidence itself. `ece_debiased` takes that
@@ -26,6 +27,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,6 +57,10 @@ RAW: dict[str, Callable[[TaskResult], np.ndarray]] = {
     "hubness of the answer": lambda result: result.detail["answer_hubness"],
 }
 """Uncertainties that need no fitting."""
+QUESTIONS: dict[str, Callable[..., TaskResult]] = {
+    "is the match right?": functools.partial(retrieve, unmatched="drop"),
+    "does the gallery hold one?": retrieve_absent,
+}
 SCORES = ("auroc", "ece", "ece_debiased", "brier")
 BINS = 15
 SETTINGS: dict[str, Any] = {"similarity": "cosine", "temperature": 100.0, "marginal": "empirical", "k": 1}
@@ -61,7 +68,7 @@ SETTINGS: dict[str, Any] = {"similarity": "cosine", "temperature": 100.0, "margi
 
 def halves(pairs: Pairs, adapter: str, ask: Callable[..., TaskResult], direction: str, seed: int) -> list[TaskResult]:
     """The queries of two halves of the pairs, each asked of its own half by an adapter fitted on the other."""
-    parts = pairs.split(0.5, seed=seed)
+    parts = pairs.split(0.5, seed=seed, by="class" if direction == "t2i" and pairs.classes is not None else "image")
     results = []
     for part, other in zip(parts, parts[::-1], strict=True):
         fitted = create_adapter(adapter).fit(other, seed=seed)
@@ -115,19 +122,25 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         cells = [
             row["name"],
-            f"{short(row['auroc'], 3)} [{short(row['auroc_low'], 2)}, {short(row['auroc_high'], 2)}]",
+            interval(row, "auroc"),
             spread(row["auroc_splits"]),
             *([""] * 4),
         ]
         if "ece" in row:
             cells[3:] = [
-                f"{short(row['ece'], 3)} [{short(row['ece_low'], 3)}, {short(row['ece_high'], 3)}]",
+                interval(row, "ece"),
                 short(float(np.mean(row["floor_splits"])), 3),
                 spread(row["ece_splits"]),
                 spread(row["ece_debiased_splits"]),
             ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def interval(row: dict[str, Any], score: str) -> str:
+    """A score with its interval where it has one: too few right or wrong queries have none."""
+    low, high = row[f"{score}_low"], row[f"{score}_high"]
+    return short(row[score], 3) + ("" if math.isnan(low) else f" [{short(low, 3)}, {short(high, 3)}]")
 
 
 def spread(values: list[float]) -> str:
@@ -156,14 +169,19 @@ def main() -> None:
             else:
                 print(f"{name}: skipped, {root} holds no {FOLDERS[name]}; set GROVE_ADAPTERS_DATA")
 
+    stem = "match_confidence" + ("" if arguments.adapter == "deterministic" else f"_{arguments.adapter}")
+    content = {
+        "what": __doc__.splitlines()[0],
+        "adapter": arguments.adapter,
+        "splits": arguments.splits,
+        "seed": arguments.seed,
+        "bins": BINS,
+    }
     rows, blocks = [], []
     for name, load in worlds.items():
         pairs = load()
         for direction in ("i2t", "t2i"):
-            for question, ask in (
-                ("is the match right?", lambda *sides, **how: retrieve(*sides, unmatched="drop", **how)),
-                ("does the gallery hold one?", retrieve_absent),
-            ):
+            for question, ask in QUESTIONS.items():
 
                 def results(split: int, ask: Any = ask, pairs: Pairs = pairs, direction: str = direction) -> Any:
                     address = seeding.derive(arguments.seed, "split", split)
@@ -176,12 +194,9 @@ def main() -> None:
                 )
                 blocks.append(f"### {heading}\n\n{table(found)}")
                 print(f"\n{blocks[-1]}", flush=True)
-    if arguments.smoke or not rows:
-        return
-    content = {"what": __doc__.splitlines()[0], "adapter": arguments.adapter, "seed": arguments.seed, "bins": BINS}
-    stem = "match_confidence" + ("" if arguments.adapter == "deterministic" else f"_{arguments.adapter}")
-    _io.write_json(RESULTS / f"{stem}.json", {**content, "rows": rows})
-    _io.write_text(RESULTS / f"{stem}.md", "\n\n".join(blocks) + "\n")
+        if not arguments.smoke:  # after every data set, so that an interruption keeps those before it
+            _io.write_json(RESULTS / f"{stem}.json", {**content, "rows": rows})
+            _io.write_text(RESULTS / f"{stem}.md", "\n\n".join(blocks) + "\n")
 
 
 if __name__ == "__main__":
