@@ -1,4 +1,7 @@
-"""How far an uncertainty can be trusted: levels, scores, intervals, and the report that holds them."""
+"""How far an uncertainty can be trusted: levels, scores, intervals, and the report that holds them.
+
+And what makes it trustworthy on held-out queries: `recalibrate` (probabilities) and `conformalise` (sets of answers).
+"""
 
 from grove_adapters.calibration.comparison import Comparison, compare
 from grove_adapters.calibration.conformal import Conformal, ConformalSets, conformalise
