@@ -13,6 +13,7 @@ from grove_adapters.embeddings import MODALITIES
 from grove_adapters.errors import InputError
 
 SAMPLE = 20_000  # links from which directions, inducing inputs and length scale are estimated
+FEW = 4  # times as many dimensions as links make links the cheaper side to find directions from
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,19 @@ def start(data: LinkedRows, latent_dim: int, seed: int, *, random: bool = False)
             constants[modality] += values.double().sum(0).cpu() / len(data)
     numbers = np.random.default_rng(seed)
     sample = np.sort(numbers.choice(len(data), min(SAMPLE, len(data)), replace=False))
-    covariance = torch.zeros(2 * data.dim, 2 * data.dim, dtype=torch.float64)
-    for rows in np.array_split(sample, math.ceil(len(sample) / 4096)):
-        joint = _joint(data.fetch(rows), constants)
-        covariance += (joint.T @ joint).double() / len(sample)
+    few = FEW * len(sample) < 2 * data.dim  # of so many dimensions that a matrix between links is the smaller one
+    if few:
+        scatter = _joint(data.fetch(sample), constants).double() / math.sqrt(len(sample))
+        diagonal = scatter.square().sum(0)
+    else:
+        scatter = torch.zeros(2 * data.dim, 2 * data.dim, dtype=torch.float64)
+        for rows in np.array_split(sample, math.ceil(len(sample) / 4096)):
+            joint = _joint(data.fetch(rows), constants)
+            scatter += (joint.T @ joint).double() / len(sample)
+        diagonal = scatter.diagonal()
     variances: dict[str, float] = {}
     for place, modality in enumerate(MODALITIES):
-        block = covariance.diagonal()[place * data.dim : (place + 1) * data.dim]
+        block = diagonal[place * data.dim : (place + 1) * data.dim]
         variances[modality] = float(block.mean())
         if variances[modality] < 1e-12 * max(1.0, float(constants[modality].square().max())):
             raise InputError(
@@ -65,7 +72,10 @@ def start(data: LinkedRows, latent_dim: int, seed: int, *, random: bool = False)
         latents = torch.from_numpy(numbers.standard_normal((len(data), latent_dim))).float()
     else:
         weights = torch.cat([torch.full((data.dim,), variances[modality] ** -0.5) for modality in MODALITIES])
-        latents = _components(data, constants, covariance, weights.double(), latent_dim)
+        leading = _from_links if few else _from_covariance
+        latents = _components(
+            data, constants, *leading(scatter, weights.double(), latent_dim), weights.double(), latent_dim
+        )
     return Start(latents, {name: value.float() for name, value in constants.items()}, variances)
 
 
@@ -73,16 +83,27 @@ def _joint(batch: dict[str, torch.Tensor], constants: dict[str, torch.Tensor]) -
     return torch.cat([batch[modality].cpu() - constants[modality].float() for modality in MODALITIES], 1)
 
 
+def _from_covariance(covariance: torch.Tensor, weights: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(≤ n,) largest eigenvalues, and (2D, ≤ n) eigenvectors, of the weighted (2D, 2D) covariance."""
+    values, vectors = torch.linalg.eigh(weights[:, None] * covariance * weights)
+    return values.flip(0)[:n], vectors.flip(1)[:, :n]
+
+
+def _from_links(joint: torch.Tensor, weights: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same from the (P, 2D) centred links over √P: their right singular vectors."""
+    _, values, vectors = torch.linalg.svd(joint * weights, full_matrices=False)
+    return values.square()[:n], vectors[:n].T
+
+
 def _components(
     data: LinkedRows,
     constants: dict[str, torch.Tensor],
-    covariance: torch.Tensor,
+    values: torch.Tensor,
+    vectors: torch.Tensor,
     weights: torch.Tensor,
     latent_dim: int,
 ) -> torch.Tensor:
     """(N, L) scores of the leading principal components, scaled to unit variance."""
-    values, vectors = torch.linalg.eigh(weights[:, None] * covariance * weights)
-    values, vectors = values.flip(0)[:latent_dim], vectors.flip(1)[:, :latent_dim]
     vectors = vectors * vectors.sum(0).sign()  # eigenvectors have no sign of their own
     filled = values > 1e-9 * values[0]
     directions = torch.zeros(len(weights), latent_dim)
