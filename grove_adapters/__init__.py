@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from grove_adapters.posterior import (
         GaussianEmbedding,
         GeneralizedGaussianEmbedding,
+        PowerSphericalEmbedding,
         ProbabilisticEmbedding,
         SampledEmbedding,
+        VonMisesFisherEmbedding,
     )
     from grove_adapters.store import EmbeddingStore
 
@@ -38,10 +40,12 @@ _HOMES = {
     "GaussianEmbedding": "posterior",
     "GeneralizedGaussianEmbedding": "posterior",
     "Pairs": "embeddings",
+    "PowerSphericalEmbedding": "posterior",
     "ProbabilisticEmbedding": "posterior",
     "Projection": "embeddings",
     "SampledEmbedding": "posterior",
     "Source": "embeddings",
+    "VonMisesFisherEmbedding": "posterior",
     "calibrate": "calibration",
     "create_adapter": "adapters",
     "list_adapters": "adapters",
@@ -63,6 +67,8 @@ __all__ = [  # noqa: RUF022  the order of the stages
     "GaussianEmbedding",
     "GeneralizedGaussianEmbedding",
     "SampledEmbedding",
+    "VonMisesFisherEmbedding",
+    "PowerSphericalEmbedding",
     "calibrate",
     "CalibrationReport",
     "calibration",

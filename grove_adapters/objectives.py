@@ -29,7 +29,7 @@ BLOCK = 1 << 22  # entries of a temporary; 16 MiB in float32
 def mutual_likelihood_score(one: Moments, other: Moments) -> torch.Tensor:
     """(B,) log ∫ p₁ p₂ = −½ Σ [(μ₁ − μ₂)² / (σ₁² + σ₂²) + log(σ₁² + σ₂²) + log 2π] of each row, in nats.
 
-    Source: PFE (Shi and Jain 2019), Eq. 3, with its constant.
+    Source: the mutual likelihood score of PFE (Shi and Jain 2019), with its constant.
     """
     one, other = _checked(one), _checked(other)
     terms = _mutual_terms(one, other)
