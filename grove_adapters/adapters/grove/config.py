@@ -33,7 +33,9 @@ class GroVEConfig(LoopConfig):
             varies over latent space, by a second sparse GP for its logarithm; minibatch training only, at twice the
             time. The aleatoric variance then says how far embeddings scatter about their decoding, which is not how
             vague they are: on `datasets.synthetic` noisy items scatter more (the variance's Spearman turns from −.6 to
-            .5), vague captions of `datasets.scenes` less (−.9 either way). See `grove.gp.SparseGP`.
+            .5), vague captions of `datasets.scenes` less (−.9 either way). Where posteriors are ranked by expected
+            distance the gallery's own noise then counts, which costs recall: rank by the backbone. See
+            `grove.gp.SparseGP`.
         training: ``"minibatch"``: stochastic steps, with q(u) by natural gradients. ``"collapsed"``: one step an epoch
             on the bound of all links with q(u) at its optimum, computed in a stream; the covariance must be
             ``"shared"``.
