@@ -25,6 +25,7 @@ out and said so.
 
     python benchmarks/adapters_quality.py             # under an hour of one core; writes results/adapters_quality.*
     python benchmarks/adapters_quality.py --redo grove                         # its code has changed: its cells anew
+    python benchmarks/adapters_quality.py --kept                               # tables of what has been measured so far
     python benchmarks/adapters_quality.py --data coco500 --adapters deterministic density_ratio    # printed only
     python benchmarks/adapters_quality.py --smoke                  # 60 pairs of each, two epochs; written nowhere
 """
@@ -272,21 +273,25 @@ class Cells:
         folder: Where they are kept; None keeps nothing.
         redo: Labels whose cells are measured anew.
         common: What tells the cells of one run from another's, besides data and adapter.
+        only: Whether nothing is measured.
     """
 
-    def __init__(self, folder: Path | None, redo: Iterable[str], common: dict[str, Any]) -> None:
+    def __init__(self, folder: Path | None, redo: Iterable[str], common: dict[str, Any], *, only: bool) -> None:
         self._folder = folder
         self._redo = set(redo)
         self._common = {**common, "version": grove_adapters.__version__}
+        self._only = only
 
-    def get(self, data: str, label: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The cell as it was kept where nothing that made it has changed, or else measured now."""
+    def get(self, data: str, label: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """The cell as it was kept where nothing that made it has changed, or else measured now; None if neither."""
         key = _io.jsonable({**self._common, "data": data, "config": make(label, False).config.to_dict()})
         path = None if self._folder is None else self._folder / data / f"{label.replace(' ', '-')}.json"
         if path is not None and path.is_file() and label not in self._redo:
             cell = _io.read_json(path)
             if cell["key"] == key:
                 return cell
+        if self._only:
+            return None
         cell = {"key": key, **compute()}
         if path is not None:
             _io.write_json(path, cell)
@@ -345,7 +350,8 @@ def mark_line(title: str, rows: list[dict[str, Any]]) -> str:
 
     return (
         f"The frozen model alone with all of {title} as one gallery, i2t/t2i: R@1 {both('H', 'recall')}, AUROC of H "
-        f"{both('H', 'auroc')}, −S·R² of H {both('H', 'neg_s_r2')}; AUROC of 1 − p {both('1 − p', 'auroc')}."
+        f"{both('H', 'auroc')}, −S·R² of H {both('H', 'neg_s_r2')}; AUROC of 1 − p {both('1 − p', 'auroc')}, of the "
+        f"divergence from the marginal {both('−KL to marginal', 'auroc')}."
     )
 
 
@@ -386,6 +392,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=CACHE, metavar="FOLDER", help="finished cells (%(default)s)")
     parser.add_argument("--redo", nargs="*", choices=LABELS, default=[], metavar="NAME", help="measure these anew")
     parser.add_argument("--fresh", action="store_true", help="measure everything anew")
+    parser.add_argument("--kept", action="store_true", help="measure nothing: the tables of the cells that are kept")
     arguments = parser.parse_args()
     arguments.resamples = 50 if arguments.smoke else 1000
     if arguments.smoke:
@@ -393,17 +400,19 @@ def main() -> None:
     root = Path(os.environ.get("GROVE_ADAPTERS_DATA", ROOT.parent / "shared" / "data"))
     common = {"folds": arguments.folds, "seed": arguments.seed, "resamples": arguments.resamples, "scenes": SCENES}
     redo = LABELS if arguments.fresh else arguments.redo
-    cells = Cells(None if arguments.smoke else arguments.cache, redo, common)
+    cells = Cells(None if arguments.smoke else arguments.cache, redo, common, only=arguments.kept)
 
     def reads_more(label: str) -> bool:
         kind = ADAPTERS.get(WRAPPED.get(label, (label, {}))[0])
         return kind.needs_views or kind.needs_features
 
-    noise = {
-        label: cells.get("synthetic", label, functools.partial(known_noise, label, arguments))
-        for label in arguments.adapters
-        if not reads_more(label)
-    }
+    noise = {}
+    for label in arguments.adapters:
+        if reads_more(label):
+            continue
+        cell = cells.get("synthetic", label, lambda label=label: known_noise(label, arguments))
+        if cell is not None:
+            noise[label] = cell
     blocks, marks, rows = [], {}, []
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name in arguments.data:
@@ -416,12 +425,16 @@ def main() -> None:
             if reads_more(label) and name != "scenes":  # only the scenes' store holds views and features
                 continue
             cell = cells.get(name, label, lambda label=label, load=load: measure(label, load(), arguments))
+            if cell is None:
+                continue
             found[name][label] = cell
             rows += [
                 {"data": TITLES[name], "adapter": label, "fit_seconds": cell["fit_seconds"], **row}
                 for row in cell["rows"]
             ]
             print(f"{name}: {label}, fitted {arguments.folds} times in {cell['fit_seconds']:.1f} s", flush=True)
+        if not found[name]:
+            continue
         blocks.append(tables(TITLES[name], found[name]))
         if name in FOLDERS:
             marks[name] = mark(load(), arguments)
@@ -432,7 +445,8 @@ def main() -> None:
     if arguments.smoke or arguments.adapters != LABELS or arguments.data != list(DATA):
         return
     content = {"what": __doc__.splitlines()[0], **common, "version": grove_adapters.__version__}
-    content |= {"noise": noise, "rows": rows, "whole_gallery": marks, "control": blocks[-1]}
+    content["noise"] = [{"adapter": label, **row} for label, row in noise.items()]
+    content |= {"rows": rows, "whole_gallery": marks, "control": blocks[-1]}
     _io.write_json(RESULTS / "adapters_quality.json", content)
     _io.write_text(RESULTS / "adapters_quality.md", "\n\n".join(blocks) + "\n")
 
