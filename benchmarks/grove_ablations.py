@@ -378,7 +378,7 @@ def draw(found: Mapping[str, Mapping[str, Mapping[str, Any]]], masked: list[dict
         panel.tick_params(labelsize=7)
         panel.legend(fontsize=6)
     with _io.written_whole(path) as partial:
-        figure.savefig(partial, format="png", dpi=90)
+        figure.savefig(partial, format="png", dpi=75)
 
 
 def main() -> None:
