@@ -8,6 +8,10 @@ never seen it; a half is also the gallery of its queries. Scores are those of bo
 intervals for the first split, and their mean and range over three splits. Matches are ranked by cosine at a logit scale
 of 100.
 
+The KL to the marginal and the hubness of the answer are read off all queries of a half together, without their labels;
+where every gallery item has one query of its own, an answer that several queries claim is wrong for most of them. The
+map "stacked, each query alone" does without.
+
 A confidence that is exactly right has no expected calibration error of 0 but one that grows with few queries in many
 bins: the column "floor" is its mean where correctness is drawn from the confidence itself. `ece_debiased` takes that
 noise out of its squares.
@@ -57,6 +61,12 @@ RAW: dict[str, Callable[[TaskResult], np.ndarray]] = {
     "hubness of the answer": lambda result: result.detail["answer_hubness"],
 }
 """Uncertainties that need no fitting."""
+ALONE = ("confidence", "match_entropy", "match_margin", "top_scores", "query_uncertainty", "answer_uncertainty")
+MAPS: dict[str, dict[str, Any]] = {
+    **{method: {"method": method} for method in get_args(Method)},
+    "stacked, each query alone": {"method": "stacked", "signals": ALONE},
+}
+"""Maps that are fitted; but for the last, a stacked one also reads signals that need the other queries, unlabelled."""
 QUESTIONS: dict[str, Callable[..., TaskResult]] = {
     "is the match right?": functools.partial(retrieve, unmatched="drop"),
     "does the gallery hold one?": retrieve_absent,
@@ -83,9 +93,9 @@ def judged(results: list[TaskResult]) -> Iterator[tuple[str, TaskResult]]:
         confidence = {} if name == "largest probability" else {"confidence": None}
         changed = [dataclasses.replace(result, uncertainty=uncertainty(result), **confidence) for result in results]
         yield name, pool(changed)
-    for method in get_args(Method):
-        maps = [recalibrate(result, method=method) for result in results]
-        yield method, pool([map_.apply(half, uncertainty=True) for map_, half in zip(maps[::-1], results, strict=True)])
+    for name, how in MAPS.items():
+        maps = [recalibrate(result, **how) for result in results]
+        yield name, pool([map_.apply(half, uncertainty=True) for map_, half in zip(maps[::-1], results, strict=True)])
 
 
 def floor(result: TaskResult, seed: int, draws: int = 200) -> float:
