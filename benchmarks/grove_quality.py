@@ -52,8 +52,8 @@ KIND = {
     "GroVE, latent entropy": "item",
     "GroVE, published preset": "item",
     "GroVE, published preset and order": "item",
-    "ceiling: taught from errors": "item",
-    "ceiling: the true ambiguity": "item",
+    "taught from errors": "item",
+    "the true ambiguity": "item",
     "match probability": "match",
     "GroVE, cross-modal likelihood": "match",
 }
@@ -83,11 +83,11 @@ def frozen(train: Pairs, test: Pairs, data: Data, title: str, arguments: argpars
         yield "1 − max cosine", result
         yield "match probability", dataclasses.replace(result, uncertainty=1 - result.confidence)
         taught = taught_from_errors(ask(adapter, train, seed, direction), train, test, direction)
-        yield "ceiling: taught from errors", dataclasses.replace(result, uncertainty=taught)
+        yield "taught from errors", dataclasses.replace(result, uncertainty=taught)
         if data.known:
             truth = np.asarray(data.known[direction][1], dtype=float)
             rows = (data.pairs.images if direction == "i2t" else data.pairs.texts).rows(result.ids)
-            yield "ceiling: the true ambiguity", dataclasses.replace(result, uncertainty=truth[rows])
+            yield "the true ambiguity", dataclasses.replace(result, uncertainty=truth[rows])
 
 
 def taught_from_errors(told: TaskResult, train: Pairs, test: Pairs, direction: str) -> np.ndarray:
@@ -251,11 +251,13 @@ def main() -> None:
             rows += found
             blocks.append(f"## {TITLES[title]}\n\n{table(found)}")
             print(f"\n{blocks[-1]}\n", flush=True)
+    verdict = adapters_quality.control_verdict(rows)
+    print(verdict)
     if arguments.smoke or arguments.data != list(DATA):
         return
-    content = {"what": __doc__.splitlines()[0], "folds": arguments.folds, "seed": arguments.seed, "rows": rows}
-    _io.write_json(RESULTS / "grove_quality.json", content)
-    _io.write_text(RESULTS / "grove_quality.md", "\n\n".join(blocks) + "\n")
+    content = {"what": __doc__.splitlines()[0], "folds": arguments.folds, "seed": arguments.seed}
+    _io.write_json(RESULTS / "grove_quality.json", {**content, "rows": rows, "control": verdict})
+    _io.write_text(RESULTS / "grove_quality.md", "\n\n".join([*blocks, verdict]) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,26 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
 ASKING = {"i2t": "images ask", "t2i": "captions ask"}
+DATA = {
+    "scenes": "rendered scenes",
+    "coco500": "COCO",
+    "products1126": "products",
+    "imagenet7k": "ImageNet classes",
+    "control": "control: COCO, untrained",
+}
+QUALITY = {
+    "How uncertain is this item?": {
+        "1 − max cosine": "1 − max cosine",
+        "GroVE": "GroVE",
+        "GroVE, published preset": "GroVE as published",
+        "taught from errors": "taught from errors",
+    },
+    "Is this match right?": {
+        "match probability": "frozen model's match probability",
+        "GroVE, cross-modal likelihood": "GroVE's cross-modal likelihood",
+    },
+}
+"""Question → row of the benchmark → heading."""
 
 
 def main() -> int:
@@ -47,12 +67,21 @@ def demo() -> str:
     return _comparison(rows, columns, lambda row: ASKING[row["direction"]])
 
 
-def real_pairs() -> str:
-    """Every adapter on real pairs and on the control, five folds."""
-    result = _io.read_json(RESULTS / "real_pairs.json")
-    columns = {"recall": "R@1", "spearman": "S", "neg_s_r2": "−S·R²", "auroc": "AUROC"}
-    table = _comparison(result["rows"], columns, lambda row: f"{row['data']}: {ASKING[row['direction']]}")
-    return f"{table}\n\n{result['control'][0].upper()}{result['control'][1:]}."
+def quality() -> str:
+    """AUROC of every answer to both questions about a match, on scenes, real pairs and the control."""
+    result = _io.read_json(RESULTS / "grove_quality.json")
+    rows, blocks = result["rows"], []
+    for question, shown in QUALITY.items():
+        lines = []
+        for data, title in DATA.items():
+            for direction, asking in ASKING.items():
+                found = {row["name"]: row for row in rows if (row["data"], row["direction"]) == (data, direction)}
+                frozen = found["1 − max cosine"]
+                lines.append(
+                    [f"{title}: {asking}", _score(frozen, "recall"), *(_score(found[n], "auroc") for n in shown)]
+                )
+        blocks.append(_markdown([question, "R@1", *shown.values()], lines))
+    return "\n\n".join([*blocks, result["control"]])
 
 
 def tiny_clip() -> str:
@@ -163,7 +192,7 @@ def _markdown(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
-    "real_pairs": real_pairs,
+    "quality": quality,
     "match_confidence": match_confidence,
     "conformal": conformal,
     "tiny_clip": tiny_clip,
