@@ -12,6 +12,7 @@ def test_contract(check):
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import random
@@ -19,13 +20,15 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 from grove_adapters.adapters import ADAPTERS, Adapter, create_adapter, load_adapter
+from grove_adapters.adapters.checkpoint import Checkpoint
 from grove_adapters.datasets import synthetic
-from grove_adapters.embeddings import Embeddings, Pairs
+from grove_adapters.embeddings import MODALITIES, Embeddings, Pairs, Projection, Source
 from grove_adapters.errors import ConfigError, InputError, NotFittedError, SourceMismatchError
 from grove_adapters.posterior import ProbabilisticEmbedding
 
@@ -98,6 +101,30 @@ def posterior_checks(posterior: ProbabilisticEmbedding) -> None:
 @functools.cache
 def _world() -> synthetic.SyntheticWorld:
     return synthetic.make_pairs(400, seed=0)
+
+
+@functools.cache
+def _wide(dim: int, *, n: int = 30, width: int = 8, views: int = 2) -> Pairs:
+    """Linked embeddings of many dimensions that are a linear layer of few features, with views."""
+    random = np.random.default_rng(0)
+    concepts = random.normal(size=(n, 1, width))
+    sides = []
+    for modality in MODALITIES:
+        features = concepts + 0.3 * random.normal(size=(n, 1 + views, width))
+        projection = Projection(random.normal(size=(dim, width)), np.zeros(dim))
+        values = features @ projection.weight.T
+        values = (values / np.linalg.norm(values, axis=-1, keepdims=True)).astype(np.float32)
+        sides.append(
+            Embeddings(
+                values[:, 0],
+                modality=modality,
+                source=Source(model="wide", logit_scale=20.0),
+                views=values[:, 1:],
+                features=features[:, 0].astype(np.float32),
+                projection=projection,
+            )
+        )
+    return Pairs(sides[0], sides[1], np.repeat(np.arange(n)[:, None], 2, 1))
 
 
 def _fresh(name: str) -> Adapter:
@@ -286,6 +313,82 @@ def _ranks_known_noise(name: str) -> None:
         assert correlation > WEAKEST_RANKING, f"Spearman {correlation:.2f} with the noise of {part.modality}s"
 
 
+def _resumed_fit_is_the_undisturbed_one(name: str) -> None:
+    undisturbed = _fresh(name).fit(_few(), seed=3)
+    write, written = Checkpoint.write, 0
+
+    def write_and_die(self: Checkpoint, *state: Any) -> None:
+        nonlocal written
+        write(self, *state)
+        written += 1
+        if written == 3:
+            raise KeyboardInterrupt
+
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder) / "fit"
+        with mock.patch.object(Checkpoint, "write", write_and_die), contextlib.suppress(KeyboardInterrupt):
+            _fresh(name).fit(_few(), seed=3, checkpoint=kept)
+        assert kept.exists() == (written == 3), "a fit leaves its state behind where it was interrupted, and only there"
+        resumed = _fresh(name).fit(_few(), seed=3, checkpoint=kept)
+        assert not kept.exists(), "a fit that has ended leaves no state behind"
+    for modality in ("image", "text"):
+        _equal(resumed.predict(_part(modality)), undisturbed.predict(_part(modality)))
+    assert resumed.fit_report_.history == undisturbed.fit_report_.history
+    assert resumed.fit_report_.best_epoch == undisturbed.fit_report_.best_epoch
+
+
+def _classes_are_true_matches(name: str) -> None:
+    """Pairs of one class in a minibatch are what pairs known as further matches are: no negatives."""
+    pairs = _few()
+    classes = np.arange(len(pairs.images)) // 3
+    other = np.stack(np.nonzero(classes[:, None] == classes), 1)
+    by_class = dataclasses.replace(pairs, classes=classes)
+    by_list = dataclasses.replace(pairs, positives=other[other[:, 0] != other[:, 1]])
+    one, two = (_fresh(name).fit(x, seed=1) for x in (by_class, by_list))
+    for part in (pairs.images, pairs.texts):
+        _equal(one.predict(part), two.predict(part))
+
+
+def _sound_or_refused(name: str, pairs: Pairs) -> None:
+    """Finite results with variances above 0, or one sentence that says what to change."""
+    adapter = _fresh(name)
+    with contextlib.suppress(InputError):
+        adapter.fit(pairs)
+    if not hasattr(adapter, "module_"):  # refused
+        return
+    for part in (pairs.images, pairs.texts):
+        posterior = adapter.predict(part)
+        assert posterior.mean.shape == (len(part), part.dim)
+        assert bool(torch.isfinite(posterior.mean).all()), "means are finite"
+        assert bool(torch.isfinite(posterior.variance).all()), "variances are finite"
+        assert bool((posterior.variance > 0).all()), "variances are above 0"
+        assert bool(torch.isfinite(posterior.uncertainty).all()), "uncertainties are finite"
+
+
+def _constant_embeddings(name: str) -> None:
+    _sound_or_refused(name, _with_arrays(_few(40), lambda array: np.repeat(np.asarray(array)[:1], 40, 0)))
+
+
+def _one_class(name: str) -> None:
+    _sound_or_refused(name, dataclasses.replace(_few(40), classes=np.zeros(40, dtype=np.int64)))
+
+
+def _one_pair(name: str) -> None:
+    _sound_or_refused(name, _few(1))
+
+
+def _one_dimension(name: str) -> None:
+    _sound_or_refused(name, synthetic.make_pairs(40, dim=1, seed=0).pairs)
+
+
+def _many_dimensions(name: str) -> None:
+    layers = ADAPTERS.get(name).needs_features  # what is learned of a whole layer takes minutes at 4096
+    pairs = _wide(1024 if layers else 4096)
+    posterior = _fresh(name).fit(pairs).predict(pairs.texts)
+    assert posterior.mean.shape == (len(pairs.texts), pairs.dim)
+    assert bool((torch.isfinite(posterior.variance) & (posterior.variance > 0)).all())
+
+
 def _raised(kind: type[Exception], call: Callable[[], Any]) -> Exception:
     try:
         call()
@@ -313,6 +416,13 @@ _CLAUSES: dict[str, Callable[[str], None]] = {
         _float16_gives_float32,
         _config_round_trip,
         _planted_nan_is_found,
+        _resumed_fit_is_the_undisturbed_one,
+        _classes_are_true_matches,
+        _constant_embeddings,
+        _one_class,
+        _one_pair,
+        _one_dimension,
+        _many_dimensions,
         _ranks_known_noise,
     )
 }

@@ -127,7 +127,7 @@ def minimise(
                 terms = objective(rows)
                 _accumulate(totals, terms, len(rows) / n_rows, f"epoch {epoch}, step {step}")
                 terms["loss"].backward()
-                norm = float(torch.nn.utils.clip_grad_norm_(clipped, settings.clip_norm))
+                norm = _clip(clipped, settings.clip_norm)
                 if not math.isfinite(norm):
                     raise NumericalError(
                         f"expected finite gradients, got norm {norm} at epoch {epoch}, step {step}; lower learning_rate"
@@ -255,6 +255,18 @@ def _accumulate(totals: dict[str, float], terms: Terms, weight: float, where: st
         if not math.isfinite(number):
             raise NumericalError(f"expected a finite {name}, got {number} at {where}; lower learning_rate")
         totals[name] = totals.get(name, 0.0) + weight * number
+
+
+def _clip(parameters: Sequence[torch.nn.Parameter], largest: float) -> float:
+    """Scale gradients down to the largest norm; their norm before, which is infinite or NaN where one of them is."""
+    try:
+        return float(torch.nn.utils.clip_grad_norm_(parameters, largest, error_if_nonfinite=True))
+    except RuntimeError:  # the squares of gradients above 1e19 overflow in float32
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+        for gradient in gradients if math.isfinite(norm) else []:
+            gradient.mul_(largest / norm)
+        return norm
 
 
 def _without(groups: Iterable[Mapping[str, Any]], left_out: list[torch.nn.Parameter]) -> list[dict[str, Any]]:

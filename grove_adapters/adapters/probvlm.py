@@ -98,7 +98,7 @@ class ProbVLM(Adapter):
     @classmethod
     def small_settings(cls) -> dict[str, Any]:
         """Settings for data of a few hundred pairs."""
-        return {"hidden": 32, "layers": 1, "epochs": 40, "batch_size": 64, "learning_rate": 3e-3}
+        return {"hidden": 32, "layers": 1, "head_hidden": 32, "epochs": 40, "batch_size": 64, "learning_rate": 3e-3}
 
     def _fit(self, pairs: Pairs, validation: Pairs | None, run: FitRun) -> torch.nn.Module:
         pairs, validation = hold_out(pairs, validation, self.config.validation_share, run)

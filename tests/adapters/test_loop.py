@@ -81,6 +81,14 @@ def test_large_gradients_are_cut_and_counted():
     assert run.report.clipped_steps == 3
 
 
+def test_gradients_whose_squares_overflow_are_cut_too():
+    model, run = Centre(), make_run()
+    minimise(lambda rows: {"loss": 1e25 * (model.point - 1).sum()}, model, 200, LoopConfig(epochs=1), run)
+    assert run.report.clipped_steps == run.report.steps == 1
+    assert float(model.point.grad.norm()) == pytest.approx(LoopConfig().clip_norm)
+    assert bool((model.point < 0).all())
+
+
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
