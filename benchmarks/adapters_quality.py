@@ -413,7 +413,7 @@ def main() -> None:
         cell = cells.get("synthetic", label, lambda label=label: known_noise(label, arguments))
         if cell is not None:
             noise[label] = cell
-    blocks, marks, rows = [], {}, []
+    blocks, marks, rows, missing = [], {}, [], []
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name in arguments.data:
         if name in FOLDERS and not (root / FOLDERS[name]).is_dir():
@@ -426,6 +426,7 @@ def main() -> None:
                 continue
             cell = cells.get(name, label, lambda label=label, load=load: measure(label, load(), arguments))
             if cell is None:
+                missing.append(f"{label} on {TITLES[name]}")
                 continue
             found[name][label] = cell
             rows += [
@@ -440,6 +441,8 @@ def main() -> None:
             marks[name] = mark(load(), arguments)
             blocks.append(mark_line(TITLES[name], marks[name]))
     blocks.insert(0, f"## Known noise and ambiguity\n\n{known_table(noise, found.get('scenes', {}))}")
+    if missing:
+        blocks.insert(0, f"Not measured yet: {', '.join(missing)}.")
     blocks.append(control_verdict(rows))
     print("\n" + "\n\n".join(blocks))
     if arguments.smoke or arguments.adapters != LABELS or arguments.data != list(DATA):

@@ -6,7 +6,12 @@ in memory and nothing counted, checked, cut or remembered. Both run in turns in 
 counts, because the machine may be shared. The floor is the time that the matrix products of a step alone would take, at
 the rate of one large product. Prediction is compared with the adapter's own computation on batches already at hand.
 
+Memory is that of a fit of one epoch beside its data, in a process of its own: how much anonymous memory (the pages of
+memory maps are not) it holds at most beyond what it held before, at two numbers of pairs. Reading the data into memory
+would show as its own size.
+
     python benchmarks/adapters_speed.py            # D=512: some minutes; writes results/adapters_speed.json and .md
+    python benchmarks/adapters_speed.py --only-memory            # the memory columns of those files alone
     python benchmarks/adapters_speed.py --smoke    # D=16, few pairs; written nowhere
 """
 
@@ -15,10 +20,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import json
 import math
 import platform
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,31 +40,37 @@ from torch.utils.flop_counter import FlopCounterMode
 from grove_adapters import Embeddings, Pairs, Source, _io, seeding
 from grove_adapters.adapters import ADAPTERS, Adapter, Batch, create_adapter, list_adapters
 from grove_adapters.adapters.loop import LoopConfig, minimise
-from grove_adapters.embeddings import as_float32
+from grove_adapters.embeddings import MODALITIES, as_float32
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WRAPPERS = {"ensemble", "recalibrated"}  # cost what they wrap
 BATCH = 256
 VIEWS = 4
+MEMORY_PAIRS, MEMORY_DIM = (10_000, 100_000), 128
+STATUS = Path("/proc/self/status")  # Linux says there what is anonymous
 
 
-def make_pairs(folder: Path, n: int, dim: int) -> Pairs:
-    """`n` linked random unit vectors, each text near its image, and views near both, in memory maps."""
+def write_pairs(folder: Path, n: int, dim: int, *, views: int = VIEWS) -> None:
+    """Files of `n` linked random unit vectors, each text near its image, and of views near both."""
     random = np.random.default_rng(0)
     concepts = random.standard_normal((n, dim))
-    sides = []
-    for modality in ("image", "text"):
-        noise = random.standard_normal((n, 1 + VIEWS, dim))
+    for modality in MODALITIES:
+        noise = random.standard_normal((n, 1 + views, dim))
         values = concepts[:, None] + 0.7 * noise
         values = (values / np.linalg.norm(values, axis=-1, keepdims=True)).astype(np.float32)
-        arrays = {}
         for name, array in (("values", values[:, 0]), ("views", values[:, 1:])):
-            path = folder / f"{modality}-{name}.npy"
-            np.save(path, array)
-            arrays[name] = np.load(path, mmap_mode="r")
-        source = Source(model="random", logit_scale=20.0)
-        sides.append(Embeddings(arrays["values"], modality=modality, source=source, views=arrays["views"]))
-    return Pairs(sides[0], sides[1], np.repeat(np.arange(n)[:, None], 2, 1))
+            np.save(folder / f"{modality}-{name}.npy", array)
+
+
+def open_pairs(folder: Path) -> Pairs:
+    """Pairs on what `write_pairs` wrote, as memory maps."""
+    sides = []
+    for modality in MODALITIES:
+        values, views = (np.load(folder / f"{modality}-{name}.npy", mmap_mode="r") for name in ("values", "views"))
+        sides.append(
+            Embeddings(values, modality=modality, source=Source(model="random", logit_scale=20.0), views=views)
+        )
+    return Pairs(sides[0], sides[1], np.repeat(np.arange(len(sides[0]))[:, None], 2, 1))
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -207,6 +221,59 @@ def measure(name: str, pairs: Pairs, arguments: argparse.Namespace, rate: float)
     return row
 
 
+class OwnMemory:
+    """The largest anonymous memory of this process while it is open, beyond that at the start, in MiB."""
+
+    def __enter__(self) -> OwnMemory:
+        self._done = threading.Event()
+        self._start = self._most = self._now()
+        self._watch = threading.Thread(target=self._look, daemon=True)
+        self._watch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._watch.join()
+
+    @property
+    def mebibytes(self) -> float:
+        """What was found."""
+        return (self._most - self._start) / 1024
+
+    def _look(self) -> None:
+        while not self._done.wait(0.002):
+            self._most = max(self._most, self._now())
+
+    def _now(self) -> int:
+        (line,) = (line for line in STATUS.read_text().splitlines() if line.startswith("RssAnon:"))
+        return int(line.split()[1])
+
+
+def own_memory(name: str, folder: Path) -> float:
+    """MiB that fitting an adapter on pairs in memory maps takes beside them."""
+    iterates = issubclass(ADAPTERS.get(name).config_class, LoopConfig)
+    settings = {"epochs": 1, "batch_size": BATCH} if iterates else {}
+    pairs = open_pairs(folder)
+    create_adapter(name, **settings).fit(pairs.take_images(np.arange(1000)))  # what is loaded and kept once
+    with OwnMemory() as memory:
+        create_adapter(name, **settings).fit(pairs)
+    return memory.mebibytes
+
+
+def measure_memory(names: list[str], numbers: tuple[int, ...]) -> dict[str, dict[str, float]]:
+    """Adapter → MiB at each number of pairs, each in a process of its own; the features of encoders are not at hand."""
+    found: dict[str, dict[str, float]] = {name: {} for name in names if not ADAPTERS.get(name).needs_features}
+    for n in numbers:
+        with tempfile.TemporaryDirectory() as folder:
+            write_pairs(Path(folder), n, MEMORY_DIM, views=2)
+            for name, row in found.items():
+                command = [sys.executable, __file__, "--memory", name, folder]
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+                row[f"own_mib_at_{n}_pairs"] = round(json.loads(done.stdout), 1)
+                print(f"{name}, {n:,} pairs: {json.loads(done.stdout):.1f} MiB", flush=True)
+    return found
+
+
 HEADINGS = {
     "adapter": "adapter",
     "fit_seconds_per_million_pairs_and_epoch": "fit, s / 10⁶ pairs / epoch",
@@ -216,6 +283,7 @@ HEADINGS = {
     "fit_seconds_once": "fit without a loop, s",
     "predicted_a_second": "predicted / s",
     "predict_against_bare": "× bare prediction",
+    **{f"own_mib_at_{n}_pairs": f"own MiB, fit on {n:,} pairs" for n in MEMORY_PAIRS},
 }
 
 
@@ -237,22 +305,33 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=512, metavar="D")
     parser.add_argument("--epochs", type=int, default=1, metavar="N")
     parser.add_argument("--repeats", type=int, default=3, metavar="N")
+    parser.add_argument("--only-memory", action="store_true", help="measure memory, keep the written timings")
+    parser.add_argument("--memory", nargs=2, metavar=("NAME", "FOLDER"), help="MiB of one fit, in this process")
     arguments = parser.parse_args()
+    if arguments.memory:
+        print(json.dumps(own_memory(arguments.memory[0], Path(arguments.memory[1]))))
+        return
+    if arguments.only_memory:
+        content = _io.read_json(RESULTS / "adapters_speed.json")
+        write(content | with_memory(content["rows"], measure_memory(arguments.adapters, MEMORY_PAIRS)))
+        return
     if arguments.smoke:
         arguments.pairs, arguments.dim, arguments.repeats = 512, 16, 1
 
     rate, rows = product_rate(), []
     with tempfile.TemporaryDirectory() as folder:
-        pairs = make_pairs(Path(folder), arguments.pairs, arguments.dim)
+        write_pairs(Path(folder), arguments.pairs, arguments.dim)
+        pairs = open_pairs(Path(folder))
         for name in arguments.adapters:
             rows.append(measure(name, pairs, arguments, rate))
             print(
                 {key: value if isinstance(value, str | None) else round(value, 3) for key, value in rows[-1].items()},
                 flush=True,
             )
-    print(f"\n{table(rows)}")
     if arguments.smoke:
+        print(f"\n{table(rows)}\n\n{measure_memory(arguments.adapters[:1], (1000,))}")
         return
+    found = with_memory(rows, measure_memory(arguments.adapters, MEMORY_PAIRS))
     content = {
         "what": __doc__.splitlines()[0],
         "pairs": arguments.pairs,
@@ -262,10 +341,24 @@ def main() -> None:
         "machine": platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "product_gflops": rate / 1e9,
-        "rows": rows,
+        **found,
     }
+    write(content)
+
+
+def with_memory(rows: list[dict[str, Any]], memory: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """What is written of both: rows with their memory, and the size of the data on which that was measured."""
+    return {
+        "memory_dim": MEMORY_DIM,
+        "memory_data_mib": {str(n): round(2 * n * MEMORY_DIM * 4 / 2**20, 1) for n in MEMORY_PAIRS},
+        "rows": [{**row, **memory.get(row["adapter"], {})} for row in rows],
+    }
+
+
+def write(content: dict[str, Any]) -> None:
+    """Both result files."""
     _io.write_json(RESULTS / "adapters_speed.json", content)
-    _io.write_text(RESULTS / "adapters_speed.md", table(rows) + "\n")
+    _io.write_text(RESULTS / "adapters_speed.md", table(content["rows"]) + "\n")
 
 
 if __name__ == "__main__":

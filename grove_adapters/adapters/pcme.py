@@ -30,8 +30,9 @@ class PCMEConfig(VarianceHeadsConfig):
     Attributes:
         samples: K draws from each distribution; 7 or 8 in public code, which rank alike and cost four times as much.
         scale: Where a of the logits b − a · distance starts, see `scale_rate`. From 2 to 7 the variances keep ranking
-            the known noise of `datasets.synthetic` (Spearman .82 to .61) and ambiguous pictures of rendered scenes (.31
-            to .10); the ambiguity of their captions they rank backwards below 3 (−.27 at 2, .17 at 4, .34 at 7).
+            the known noise of `datasets.synthetic` (Spearman .82 to .61) and ambiguous pictures of 500 rendered scenes
+            (.31 to .10). The ambiguity of their captions they rank weakly and with either sign: −.27 at 2, .17 at 4,
+            .34 at 7, and −.13 at 4 among 1,000 scenes.
         shift: Where b starts; None: where as many matches are expected as there are.
         bottleneck_weight: β of the information bottleneck.
         logistic: See `objectives.soft_contrastive`.
