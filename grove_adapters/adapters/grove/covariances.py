@@ -44,6 +44,8 @@ class Covariance(torch.nn.Module, abc.ABC):
 class FullCovariance(Covariance):
     """Any covariance, its lower triangular factor shared by the outputs or one for each.
 
+    Whatever changes the factor leaves zeros above its diagonal, so nobody need look there.
+
     Args:
         n_inducing: M.
         dim: D.
@@ -57,18 +59,18 @@ class FullCovariance(Covariance):
 
     def spread(self, features: torch.Tensor) -> torch.Tensor:
         """rᵀ S_d r for features (B, M): (B, D), or (B, 1) where all outputs share it."""
-        square = (features @ self.root.tril()).square().sum(-1)
+        square = (features @ self.root).square().sum(-1)
         return square[:, None] if square.ndim == 1 else square.T
 
     def total(self) -> torch.Tensor:
         """Σ_d S_d, (M, M) float64."""
-        root = self.root.tril().double()
+        root = self.root.double()
         product = root @ root.mT
         return self.dim * product if product.ndim == 2 else product.sum(0)
 
     def divergence(self) -> torch.Tensor:
         """Σ_d [tr S_d − M − log det S_d] / 2, the covariances' part of KL(q ‖ p), in nats."""
-        root = self.root.tril().double().view(-1, self.n_inducing, self.n_inducing)
+        root = self.root.double().view(-1, self.n_inducing, self.n_inducing)
         log_det = 2 * root.diagonal(dim1=1, dim2=2).abs().log().sum()
         return 0.5 * (self.dim / len(root)) * (root.square().sum() - len(root) * self.n_inducing - log_det)
 
@@ -82,8 +84,8 @@ class FullCovariance(Covariance):
     @torch.no_grad()
     def natural_step(self, gradient: torch.Tensor, share: float) -> None:
         """F ← F (I − G) with G the `share` of the lower triangle of Fᵀ ∇_F, diagonal halved and cut to norm ½."""
-        root = self.root.tril()
-        local = (root.mT @ gradient.tril()).tril_()
+        root = self.root
+        local = (root.mT @ gradient).tril_()
         local.diagonal(dim1=-2, dim2=-1).mul_(0.5)
         local.mul_(share if self.root.ndim == 2 else share * self.dim)
         local.div_((2 * local.flatten(-2).norm(dim=-1)).clamp_min(1.0)[..., None, None])

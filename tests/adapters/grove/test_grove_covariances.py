@@ -21,8 +21,8 @@ def make(kind):
         covariance.root.copy_(0.3 * random(*covariance.root.shape))
         if kind == "diagonal":
             return covariance, torch.stack([torch.diag(column) for column in covariance.root.T.square()])
-        covariance.root.add_(torch.eye(M))
-        root = covariance.root.tril().expand(D, M, M)
+        covariance.root.add_(torch.eye(M)).tril_()
+        root = covariance.root.expand(D, M, M)
     return covariance, root @ root.mT
 
 
@@ -92,3 +92,13 @@ def test_more_inducing_inputs_than_the_rank_of_a_cosine_lean_on_the_jitter():
     assert bool(torch.isfinite(mean).all())
     assert bool((variance > 0).all())
     assert gp.jitter >= 1e-6
+
+
+@pytest.mark.parametrize("kind", ["shared", "per_dim"])
+def test_a_factor_stays_lower_triangular(kind):
+    covariance, _ = make(kind)
+    for seed in range(3):
+        covariance.natural_step(random(*covariance.root.shape, seed=seed), 0.1)
+        assert torch.equal(covariance.root, covariance.root.tril())
+    covariance.set_optimal(2 * torch.eye(M, dtype=torch.float64) + 0.1)
+    assert torch.equal(covariance.root, covariance.root.tril())

@@ -43,6 +43,8 @@ def make(weight=0.3, *, alignment="kl", rate=0.5, prior=True, align_constants=Fa
             root = gp.covariance.root
             diagonal = torch.eye(M) if root.shape[-2:] == (M, M) else 1
             root.copy_(0.1 * random(*root.shape, seed=seed + 4) + 0.6 * diagonal)
+            if root.shape[-2:] == (M, M):
+                root.tril_()
             gp.constant.copy_(random(D, seed=seed + 6))
             gp.log_noise.fill_(-1.0)
     natural = NaturalGradient(decoders.processes, N, D, rate)
