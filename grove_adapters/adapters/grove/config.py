@@ -47,8 +47,8 @@ class GroVEConfig(LoopConfig):
             match best and 0 where decoding does not help them.
         latent_init: ``"pca"`` of the joint embeddings, or ``"random"`` N(0, I) as published.
         latent_prior: Whether latents have the prior N(0, I). The paper has none.
-        latent_learning_rate: Of the latents' row-wise Adam. The published 1e-5 moves a latent by 0.05 in 200 epochs
-           .
+        latent_learning_rate: Of the latents' row-wise Adam. The published 1e-5 moves a latent by 0.05 in 200
+            epochs.
         natural_rate: Share of a natural-gradient step that q(u) takes for a minibatch of at least M links.
         restarts: Starts of the search for the latent of a new embedding.
         uncertainty: What `uncertainty` of the posterior is. ``"mismatch"``: the log mean squared distance from the item
