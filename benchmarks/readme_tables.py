@@ -127,6 +127,19 @@ def speed() -> str:
     )
 
 
+def protocols() -> str:
+    """What each way of making levels says of an uncertainty that knows nothing, at recall .8."""
+    lines = []
+    for row in _io.read_json(RESULTS / "protocols.json")["null"]:
+        if row["recall"] != 0.8:
+            continue
+        high, found = ([f"{100 * value:.0f} %" for value in row[name]] for name in ("above_0.3", "p_at_most_0.05"))
+        levels = {"cumulative_width": "nested, equal width (as published)"}.get(row["protocol"], row["protocol"])
+        cells = [f"{share} [{low}, {top}]" for share, low, top in (high, found)]
+        lines.append([levels.replace("_", " "), str(row["levels"]), short(row["r2"], 2), *cells])
+    return _markdown(["levels", "how many", "mean R²", "−S·R² above .3", "our p ≤ .05"], lines)
+
+
 def match_confidence() -> str:
     """How well a match and its absence are told from what the search says, before and after recalibration."""
     rows = _io.read_json(RESULTS / "match_confidence.json")["rows"]
@@ -209,6 +222,7 @@ def _markdown(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "quality": quality,
+    "protocols": protocols,
     "match_confidence": match_confidence,
     "conformal": conformal,
     "tiny_clip": tiny_clip,
