@@ -237,7 +237,8 @@ def _cell(heading: str, score: Score | None) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:.3f}".replace("-", "−")
+    text = f"{value:.3f}"
+    return text.replace("-", "−" if float(text) else "")  # what rounds to zero has no sign
 
 
 def _in_words(rows: Sequence[Row]) -> str:

@@ -167,3 +167,7 @@ def test_reports_without_confidence_have_no_diagram(make_report):
 def test_no_report_is_refused():
     with pytest.raises(InputError, match="at least one report"):
         html.report_page([])
+
+
+def test_numbers_have_a_minus_and_zero_has_no_sign():
+    assert [html._number(value) for value in (-0.5, -0.0004, 0.0, 0.25)] == ["−0.500", "0.000", "0.000", "0.250"]
