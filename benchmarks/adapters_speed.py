@@ -299,7 +299,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="small and fast, nothing written")
-    bare = [name for name in list_adapters() if name not in WRAPPERS]
+    bare = [name for name in list_adapters() if name not in WRAPPERS and not ADAPTERS.get(name).needs_features]
     parser.add_argument("--adapters", nargs="*", default=bare, metavar="NAME")
     parser.add_argument("--pairs", type=int, default=4096, metavar="N")
     parser.add_argument("--dim", type=int, default=512, metavar="D")
